@@ -54,11 +54,14 @@ __all__ = [
     "all_finite",
     "check_no_gradient_options",
     "check_optimizer_momentum",
+    "floats_of",
+    "get_u32",
     "is_number",
     "is_whole_number",
     "max_payload_bytes",
     "pack",
     "pack_into",
+    "put_u32",
     "split_bodies",
     "unpack",
     "unpack_all",
@@ -396,7 +399,7 @@ def pack_into(
             report(part)
             used = codec.write(TensorSlice(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
         if not fixed:
-            write_bytes(whole, at, struct.pack("<I", used))
+            put_u32(whole[at:], used)
         at = first + used
     return at
 
@@ -449,7 +452,7 @@ def split_bodies(
 def _check_header(codec: PayloadCodec, payload: Tensor, elements: int, sender: str) -> None:
     magic, version, codec_id, spec_crc, numel = HEADER.unpack(_read_bytes(payload, 0, HEADER.size, sender))
     if magic != MAGIC:
-        raise ProtocolError(f"what came{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
+        raise ProtocolError(f"the data{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
     if version != VERSION:
         raise ProtocolError(f"a payload{sender} has version {version}, and this is version {VERSION}")
     if codec_id != codec.codec_id or spec_crc != codec.spec_crc:
@@ -471,6 +474,25 @@ def _read_bytes(payload: Tensor, at: int, count: int, sender: str) -> bytes:
 def write_bytes(whole: Tensor, at: int, data: bytes) -> None:
     """Copy bytes into a tensor, from index `at` on."""
     whole[at : at + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def put_u32(out: Tensor, number: int) -> None:
+    """Write a number into the first four bytes."""
+    write_bytes(out, 0, number.to_bytes(4, "little"))
+
+
+def get_u32(body: Tensor) -> int:
+    """The number in the first four bytes."""
+    if body.numel() < 4:
+        raise ProtocolError(f"a body of {body.numel()} B is too short: it is truncated")
+    return int.from_bytes(bytes(body[:4].cpu().numpy()), "little")
+
+
+def floats_of(data: Tensor) -> Tensor:
+    """Bytes as float32. They are copied, because data may begin anywhere and a float may not."""
+    values = torch.empty(data.numel() // 4, device=data.device, dtype=torch.float32)
+    values.view(torch.uint8).copy_(data)
+    return values
 
 
 def check_optimizer_momentum(codec: Codec, momentum: float) -> None:

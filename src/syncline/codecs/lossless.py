@@ -120,7 +120,7 @@ def _unzip(frame: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], nbytes: int) 
     try:
         frame_info = zstandard.get_frame_parameters(frame.data)
         if frame_info.content_size != nbytes or frame_info.dict_id:
-            raise ProtocolError(f"a frame is said to hold {frame_info.content_size} B where {nbytes} B are expected")
+            raise ProtocolError(f"a frame announces {frame_info.content_size} B where {nbytes} B are expected")
         data = zstandard.ZstdDecompressor().decompress(frame.data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"a compressed body of {len(frame)} B cannot be decompressed: {error}") from None

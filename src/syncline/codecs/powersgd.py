@@ -12,7 +12,6 @@ do not depend on the number of threads or the processor.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +27,10 @@ from syncline.codecs.base import (
     RngKey,
     TensorSlice,
     all_finite,
+    floats_of,
+    get_u32,
     is_whole_number,
-    write_bytes,
+    put_u32,
 )
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import fused
@@ -37,8 +38,8 @@ from syncline.errors import DivergedError, ProtocolError, SpecError
 
 __all__ = ["PowerSGD"]
 
-ROWS = struct.Struct("<I")
-"""The number of rows of the matrix in a body. 0: it is no matrix, and its elements follow."""
+ROWS_BYTES = 4
+"""Size of the number of rows at the start of a body. 0 rows: it is no matrix, and its elements follow."""
 BLOCK_ELEMENTS = 1 << 17
 """Elements that are multiplied together: they stay in the cache from one column to the next."""
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -125,7 +126,7 @@ class PowerSGD(PayloadCodec):
             each.part.memory[SHARED_MEMORY_KEY] = whole.clone()  # not a view, which would keep the bucket alive
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
-        return ROWS.size + 4 * numel
+        return ROWS_BYTES + 4 * numel
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         target = _Target(part, self.rank)
@@ -138,24 +139,21 @@ class PowerSGD(PayloadCodec):
                 target.q = _unit(q, rng)
             numbers = torch.cat([_up(p).flatten(), q.flatten()])
             decoded = _product(_up(p), q).flatten()
-        used = ROWS.size + 4 * numbers.numel()
-        write_bytes(body, 0, ROWS.pack(target.rows))
-        body[ROWS.size : used].copy_(numbers.view(torch.uint8))
+        used = ROWS_BYTES + 4 * numbers.numel()
+        put_u32(body, target.rows)
+        body[ROWS_BYTES:used].copy_(numbers.view(torch.uint8))
         target.set_residual(decoded)  # last: without a matrix the numbers are the residual itself
         return used
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         rank, numel = self.rank, out.numel()
-        if body.numel() < ROWS.size:
-            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, too few for its count of rows: truncated")
-        rows = int(ROWS.unpack(bytes(body[: ROWS.size].cpu().numpy()))[0])
+        rows = get_u32(body)
         if rows and (numel % rows or _rows((rows, numel // rows), numel, rank) != rows):
             raise ProtocolError(f"a body of {self!r} says that {numel} elements are a matrix of {rows} rows")
         due = rank * (rows + numel // rows) if rows else numel
-        if body.numel() != ROWS.size + 4 * due:
-            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, and {ROWS.size + 4 * due} B are due")
-        values = torch.empty(due, device=body.device, dtype=torch.float32)
-        values.view(torch.uint8).copy_(body[ROWS.size :])
+        if body.numel() != ROWS_BYTES + 4 * due:
+            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, and {ROWS_BYTES + 4 * due} B are due")
+        values = floats_of(body[ROWS_BYTES:])
         if not all_finite(values):
             raise ProtocolError(f"a body of {self!r} holds NaN or Inf")
         if rows:

@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, RngKey, TensorSlice, all_finite, is_number
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice, all_finite, get_u32, is_number, put_u32
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import sparse_kernels
 from syncline.codecs.kernels.random_bits import MASK, random_bits
-from syncline.codecs.sparse import SparseCodec, get_u32, index_dtype, put_u32
+from syncline.codecs.sparse import SparseCodec, index_dtype
 from syncline.errors import DivergedError, SpecError
 
 __all__ = ["RandomK"]

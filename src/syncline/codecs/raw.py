@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice, floats_of
 
 __all__ = ["Raw"]
 
@@ -42,6 +42,4 @@ class Raw(PayloadCodec):
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         self.check_length(body, out)
-        values = torch.empty_like(out)
-        values.view(torch.uint8).copy_(body)
-        self.store(values, out, accumulate)
+        self.store(floats_of(body), out, accumulate)

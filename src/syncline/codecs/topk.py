@@ -138,7 +138,7 @@ class TopK(SparseCodec):
         plan = layout(part.numel, k)
         moving = (rng.start, rng.key, velocity, self.momentum)
         if write_largest(flat, part.residual, body, k, plan, how, *moving) == NOT_FINITE:
-            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
+            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and its residual add up to Inf")
         return body.numel()
 
     def _with_momentum(self, part: TensorSlice) -> Tensor:

@@ -43,14 +43,14 @@ def codec_advice(dense_seconds: float, codec_seconds: float, spec: str) -> str |
     """A warning if the codec makes steps slower: the communication time of a step without it and with it.
 
     >>> codec_advice(0.031, 0.044, "topk(0.01)")
-    'agreeing takes 31 ms a step dense and 44 ms with topk(0.01): this network is fast enough; use codec=None'
+    'communication takes 31 ms a step, and 44 ms with topk(0.01): this network is fast enough; use codec=None'
     >>> codec_advice(0.5, 0.02, "topk(0.01)") is None
     True
     """
     if codec_seconds < dense_seconds:
         return None
     dense, encoded = (f"{1e3 * seconds:.3g} ms" for seconds in (dense_seconds, codec_seconds))
-    return f"agreeing takes {dense} a step dense and {encoded} with {spec}: this network is fast enough; use codec=None"
+    return f"communication takes {dense} a step, and {encoded} with {spec}: this network is fast enough; use codec=None"
 
 
 def dense_seconds(communicator: Communicator, sizes: Sequence[int]) -> float:

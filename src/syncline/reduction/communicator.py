@@ -31,7 +31,7 @@ AUTO_BUDGET_S = 1.5
 """Seconds that a trial of algorithms may take for each class of sizes, about. Then the prediction decides."""
 PREFER_NATIVE_RATIO = 1.15
 """The engine's own needs no thread of ours beside backward: another must be faster by this ratio."""
-NO_SPARE_PROCESSOR = "no processor is to spare for another's Python beside backward"
+NO_SPARE_PROCESSOR = "there is no spare processor for our Python beside backward"
 """A schedule of ours may win alone and still lose here: 1.15 times the step with two ranks on two cores."""
 
 

@@ -197,7 +197,7 @@ class ReductionPass:
                 self._queue.add(plain)
 
     def _encode(self, number: int, bucket: Bucket, last: bool) -> None:
-        """Send a bucket by its codec. Codecs cannot encode NaN and Inf: these stay here, and all ranks are told."""
+        """Send a bucket by its codec. Codecs cannot encode NaN and Inf: these stay here, and all ranks are informed."""
         state, queue, codec, communicator = self._codec_state, self._queue, bucket.codec, self._communicator
         assert state is not None, "there is a codec"
         assert queue is not None, "so there is a queue"

@@ -373,7 +373,7 @@ def encode_onebit(flat: Floats, residual: Floats, body: Bytes, bucket: int) -> b
 
 @jit
 def decode_onebit(body: Bytes, out: Floats, bucket: int, accumulate: bool) -> int:
-    """Write or add the mean that each sign stands for; nothing is written where the body is not `FINE`."""
+    """Write or add the mean of each sign; nothing is written where the body is not `FINE`."""
     means = get_floats(body, (len(out) + bucket - 1) // bucket * 2)
     for b in range(1, len(means), 2):
         means[b] = -means[b]

@@ -215,7 +215,7 @@ def encode_onebit(flat: Tensor, residual: Tensor, body: Tensor, bucket: int) -> 
 
 
 def decode_onebit(body: Tensor, out: Tensor, bucket: int, accumulate: bool) -> int:
-    """The mean that each sign stands for. Nothing is written where the body is not `FINE`."""
+    """The mean of each sign. Nothing is written where the body is not `FINE`."""
     means = get_floats(body, -(-out.numel() // bucket) * 2).view(-1, 2)
     if not bool(means.isfinite().all() & (means[:, 0] >= 0).all() & (means[:, 1] <= 0).all()):
         return BAD_SCALE

@@ -101,7 +101,7 @@ def sparse_kernels(tensor: Tensor) -> SparseKernels:
 FAULTS = {
     reference.FINE: "",
     reference.BAD_SCALE: "a scale that is NaN, Inf or of the wrong sign",
-    reference.BAD_CODE: "a code that stands for nothing",
+    reference.BAD_CODE: "a code without a value",
 }
 
 

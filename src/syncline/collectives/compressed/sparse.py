@@ -41,6 +41,7 @@ from syncline.codecs.base import (
     RngKey,
     TensorSlice,
     all_finite,
+    floats_of,
     pack,
     split_bodies,
     write_bytes,
@@ -173,17 +174,16 @@ class SparseStream:
         """
         if packed.numel() < STREAM_HEADER.size:
             raise ProtocolError(f"a stream of {packed.numel()} B is too short: it is truncated")
-        count, said = STREAM_HEADER.unpack(bytes(packed[: STREAM_HEADER.size].cpu().numpy()))
-        if said != numel:
-            raise ProtocolError(f"a stream is over {said} elements, and {numel} are expected")
+        count, elements = STREAM_HEADER.unpack(bytes(packed[: STREAM_HEADER.size].cpu().numpy()))
+        if elements != numel:
+            raise ProtocolError(f"a stream is over {elements} elements, and {numel} are expected")
         if count > numel or packed.numel() != packed_bytes(numel, count):
             raise ProtocolError(
                 f"a stream of {packed.numel()} B does not hold {count} of {numel} elements: it is corrupt"
             )
         last = packed.numel() - 4 * count
         indices = read_indices(packed[STREAM_HEADER.size : last], numel, count)
-        values = torch.empty(count, dtype=torch.float32, device=packed.device)
-        values.view(torch.uint8).copy_(packed[last:])
+        values = floats_of(packed[last:])
         if not all_finite(values):
             raise ProtocolError("a stream holds NaN or Inf")
         return SparseStream(numel, indices, values)
@@ -459,8 +459,7 @@ def _parse_message(
     if kind == OVERFLOW:
         return None
     if kind == DENSE and length == 4 * numel:
-        row = torch.empty(numel, device=data.device, dtype=torch.float32)
-        row.view(torch.uint8).copy_(body)
+        row = floats_of(body)
         if not all_finite(row):
             raise ProtocolError(f"a message from rank {peer} holds NaN or Inf", peer=peer)
         return row

@@ -23,6 +23,7 @@ from syncline.codecs import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.base import SHARED_MEMORY_KEY
 from syncline.collectives.compressed.sparse import is_sparse
 from syncline.errors import IncompatibleError
+from syncline.reduction.buckets import real_numel
 from syncline.reduction.communicator import Communicator
 
 __all__ = ["CodecDiagnosis", "CodecState"]
@@ -52,7 +53,7 @@ class CodecState:
         """What the owner of a shard did not send of its sums, by parameter and first element."""
         self._names = list(names)
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
-        self._rows = [_row(parameter) for parameter in parameters]
+        self._rows = [(real_numel(parameter), parameter.device) for parameter in parameters]
         self._rank = rank
         self._size = size
         self._seed = seed
@@ -239,8 +240,3 @@ class CodecDiagnosis:
 def _ratio(part: Tensor, whole: Tensor) -> float:
     norm = float(whole.norm())
     return float(part.norm()) / norm if norm else 0.0
-
-
-def _row(parameter: Tensor) -> tuple[int, torch.device]:
-    """Number of real elements of a parameter, and their device."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1), parameter.device

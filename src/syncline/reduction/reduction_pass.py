@@ -215,7 +215,6 @@ class ReductionPass:
             parts,
             state.rng,
             communicator.compressed.resolve(codec, bucket.sizes),
-            communicator.rank,
             communicator.size,
             self.buckets.control if last else None,
             NonfiniteGuard(self._note_slice, self._write_control if last else _do_nothing),

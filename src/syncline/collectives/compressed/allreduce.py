@@ -152,7 +152,6 @@ def compressed_allreduce(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     collective: CompressedCollective | None,
-    rank: int,
     size: int,
     control: Tensor | None,
     guard: NonfiniteGuard,
@@ -182,7 +181,7 @@ def compressed_allreduce(
     if name == "gather":
         rows = yield from gather(codec, parts, rng, size, extra, scale=1 / size, report=guard.report)
         return rows
-    work = (codec, parts, rng, size, rank, extra)
+    work = (codec, parts, rng, size, extra)
     if name == "split":
         rows = yield from split(*work, owner_residuals)
     elif name == "sparse_doubling":

@@ -200,7 +200,6 @@ def sparse_doubling(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     size: int,
-    rank: int,
     extra: Tensor,
     *,
     report: Report | None = None,
@@ -210,7 +209,7 @@ def sparse_doubling(
     Returns the `extra` of all ranks, as bytes[p, n]. A slice that cannot be encoded is passed to `report`, which may
     still change `extra`.
     """
-    selection = _Selection(codec, parts, rng, report)
+    selection, rank = _Selection(codec, parts, rng, report), rng.rank
     power = largest_power_of_two(size)
     partner = rank + power if rank < power else rank - power
     control = torch.zeros(size, extra.numel(), dtype=torch.uint8, device=extra.device)
@@ -250,7 +249,6 @@ def sparse_split(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     size: int,
-    rank: int,
     extra: Tensor,
     *,
     report: Report | None = None,
@@ -259,7 +257,7 @@ def sparse_split(
     selection = _Selection(codec, parts, rng, report)
     pieces = shards(parts, size)
     sizes = [sum(piece.numel for piece in shard) for shard in pieces]
-    total, counts, extras = yield from _to_owners(selection, sizes, size, rank, extra)
+    total, counts, extras = yield from _to_owners(selection, sizes, size, rng.rank, extra)
     data = _message(total, extra[:0])
     room, least = _max_shard_message(sizes, counts.sum(0)), _max_shard_message(sizes, counts.amax(0))
     if (size - 1) * (room - least) > MAX_PADDING_BYTES:
@@ -283,7 +281,6 @@ def sparse_split_dense(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     size: int,
-    rank: int,
     extra: Tensor,
     owner_residuals: OwnerResiduals,
     quantize: PayloadCodec | None = None,
@@ -295,16 +292,17 @@ def sparse_split_dense(
     `owner_residuals` keeps what that encoding loses, if `quantize` keeps residuals. Returns all ranks' `extra`.
     """
     pieces = shards(parts, size)
-    reclaim_residuals(owner_residuals, parts, pieces[rank])
+    own = pieces[rng.rank]
+    reclaim_residuals(owner_residuals, parts, own)
     selection = _Selection(codec, parts, rng, report)
     sizes = [sum(piece.numel for piece in shard) for shard in pieces]
-    total, _, extras = yield from _to_owners(selection, sizes, size, rank, extra)
+    total, _, extras = yield from _to_owners(selection, sizes, size, rng.rank, extra)
     if total is None:
-        for piece in pieces[rank]:
+        for piece in own:
             piece.flat.fill_(torch.inf)  # `broadcast_sums` informs the others
     else:
-        _place(total, pieces[rank])
-    yield from broadcast_sums(quantize or Raw(), pieces, rng, size, rank, owner_residuals)
+        _place(total, own)
+    yield from broadcast_sums(quantize or Raw(), pieces, rng, size, owner_residuals)
     return extras
 
 

@@ -157,7 +157,7 @@ def test_values_that_are_no_numbers(to: str, value: float) -> None:
 
 @pytest.mark.parametrize("length", [0, 199, 201])
 def test_a_body_of_another_length(length: int) -> None:
-    with pytest.raises(ProtocolError, match=rf"{length} B are not the 100 values of cast\('fp16'\)"):
+    with pytest.raises(ProtocolError, match=rf"{length} B are not the 200 B of 100 values of cast\('fp16'\)"):
         Cast("fp16").read(torch.zeros(length, dtype=torch.uint8), torch.zeros(100), accumulate=False)
 
 

@@ -181,7 +181,7 @@ def test_a_code_that_no_level_has(bits: int) -> None:
     body = torch.zeros(codec.body_bytes(1100), dtype=torch.uint8)
     codec.write(TensorSlice(torch.randn(1100)), body, RngKey())
     body[-(bits * 10) :] |= 1
-    with pytest.raises(ProtocolError, match="a code that stands for nothing"):
+    with pytest.raises(ProtocolError, match="a code without a value"):
         codec.read(body, out, accumulate=False)
     assert bool((out == 5.0).all())
 

@@ -135,7 +135,7 @@ def test_a_byte_that_is_not_five_digits(byte: int) -> None:
     codec, out = Ternary(), torch.full((2000,), 5.0)
     body = body_of(codec, torch.randn(2000))
     body[-1] = byte
-    with pytest.raises(ProtocolError, match="a code that stands for nothing"):
+    with pytest.raises(ProtocolError, match="a code without a value"):
         codec.read(body, out, accumulate=False)
     assert bool((out == 5.0).all())
     body[-1] = 242

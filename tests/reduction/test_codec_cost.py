@@ -8,7 +8,7 @@ from torch import nn
 import syncline as sl
 from syncline.codecs import Codec
 from syncline.reduction import Communicator
-from syncline.reduction.codec_cost import compressed_seconds, dense_seconds, slowdown_warning
+from syncline.reduction.codec_cost import codec_advice, compressed_seconds, dense_seconds, slowdown_warning
 
 SLOW = sl.Network(latency=1e-3, bandwidth=1e6)
 
@@ -38,3 +38,13 @@ def test_a_payload_that_is_a_hundred_times_smaller_is_faster() -> None:
 def test_half_precision_takes_half_the_time() -> None:
     dense, encoded = seconds(sl.codecs.Cast("fp16"))
     assert 0.45 < encoded / dense < 0.6
+
+
+def test_a_codec_that_does_not_pay_is_told() -> None:
+    said = codec_advice(0.031, 0.044, "topk(0.01)")
+    assert said is not None
+    assert "31 ms" in said
+    assert "44 ms with topk(0.01)" in said
+    assert "codec=None" in said
+    assert codec_advice(0.044, 0.031, "topk(0.01)") is None
+    assert codec_advice(0.01, 0.01, "raw") is not None, "no gain is no reason"

@@ -95,7 +95,7 @@ def build_codec(spec: str | Codec | None) -> Codec | None:
         return None
     if any(link.name == NO_CODEC for link in links):
         raise SpecError(f"{spec!r}: 'none' stands alone, without arguments: it means that nothing is encoded")
-    built = tuple(_REGISTRY.make(link) for link in links)
+    built: tuple[Any, ...] = tuple(_REGISTRY.make(link) for link in links)
     return built[0] if len(built) == 1 else Chain(built)
 
 

@@ -26,7 +26,7 @@ import math
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,9 +39,12 @@ from syncline.specs import Spec
 
 if TYPE_CHECKING:
     from syncline.codecs.chain import Chain
+    from syncline.codecs.kernels.dispatch import DenseKernel
 
 __all__ = [
     "HEADER",
+    "MAX_BUCKET_ELEMENTS",
+    "SHARED_MEMORY_KEY",
     "Codec",
     "CodecTraits",
     "DenseCodec",
@@ -51,17 +54,27 @@ __all__ = [
     "all_finite",
     "check_no_gradient_options",
     "check_optimizer_momentum",
-    "flat_float32",
+    "floats_of",
+    "get_u32",
+    "is_number",
+    "is_whole_number",
     "max_payload_bytes",
     "pack",
     "pack_into",
+    "put_u32",
+    "split_bodies",
     "unpack",
     "unpack_all",
+    "write_bytes",
 ]
 
 
+MAX_BUCKET_ELEMENTS = 2**30
+"""The kernels count the elements of a bucket in 32 bits."""
 HEADER = struct.Struct("<HBBIQ")
 LENGTH_BYTES = 4
+SHARED_MEMORY_KEY = "q"
+"""The key in `TensorSlice.memory` of what is equal on every rank: a warm start."""
 MAGIC = 0x51C7
 VERSION = 1
 
@@ -121,6 +134,11 @@ class TensorSlice:
         for state in (self.residual, *self.memory.values()):
             if state is not None:
                 state.nan_to_num_(0.0, 0.0, 0.0)
+
+    def drop_own_state(self) -> None:
+        """Forget this rank's state for this step. The state that is equal on every rank stays."""
+        self.residual = None
+        self.memory = {key: value for key, value in self.memory.items() if key == SHARED_MEMORY_KEY}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,11 +287,26 @@ class PayloadCodec(Codec):
         if scale != 1.0:
             out.mul_(scale)
 
+    def check_length(self, body: Tensor, out: Tensor) -> None:
+        """Refuse a body of fixed length that is not as long as that of `out`."""
+        due = _body_lengths(self, (out.numel(),), 0)[0]
+        if body.numel() != due:
+            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
+
+    def store(self, values: Tensor, out: Tensor, accumulate: bool) -> None:
+        """Write decoded values, or add them. NaN and Inf are refused."""
+        if not all_finite(values):
+            raise ProtocolError(f"a payload of {self!r} holds NaN or Inf")
+        if accumulate:
+            out += values
+        else:
+            out.copy_(values)
+
     def max_bytes(self, numel: int) -> int:
         return max_payload_bytes(self, [numel])
 
     def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
-        part = TensorSlice(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
+        part = TensorSlice(_flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
         return pack(self, [part], rng or RngKey())
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
@@ -290,26 +323,24 @@ class PayloadCodec(Codec):
 class DenseCodec(PayloadCodec):
     """A payload codec with a code for every element: bodies of fixed length, written and read by one kernel each."""
 
-    @abstractmethod
-    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
-        """Write a body. Returns False if the slice holds NaN or Inf."""
+    draws_random_bits: ClassVar[bool] = True
 
+    @cached_property
     @abstractmethod
-    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
-        """Read a body of the right length. Returns what is wrong with it, or an empty text."""
+    def kernel(self) -> DenseKernel:
+        """The kernels that write and read bodies."""
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
-        if not self.encode_body(part, body, rng):
+        random = (rng.start, rng.key) if self.draws_random_bits else ()
+        if not self.kernel.encode(part.flat, part.residual, body, *random):
             if part.residual is None:
                 raise DivergedError(f"{self!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
             raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
         return body.numel()
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        due = self.body_bytes(out.numel())
-        if body.numel() != due:
-            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
-        fault = self.decode_body(body, out, accumulate)
+        self.check_length(body, out)
+        fault = self.kernel.decode(body, out, accumulate)
         if fault:
             raise ProtocolError(f"a payload of {self!r} has {fault}")
 
@@ -321,13 +352,13 @@ def max_payload_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) 
 
 
 @lru_cache(maxsize=256)
-def _bodies(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int, ...]:
+def _body_lengths(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int, ...]:
     """The lengths of bodies, cached: they change only in the first steps of some codecs."""
     return tuple(codec.body_bytes(numel, step) for numel in sizes)
 
 
 def _lengths(codec: PayloadCodec, sizes: Sequence[int], step: int) -> tuple[int, ...]:
-    return _bodies(codec, tuple(sizes), min(step, codec.traits.steady_from_step))
+    return _body_lengths(codec, tuple(sizes), min(step, codec.traits.steady_from_step))
 
 
 def pack(
@@ -351,10 +382,10 @@ def pack_into(
     A slice that holds NaN or Inf is an error or, with a callback `report`, is passed to it and sent as zeros. The
     codec's state of that slice then does not change. If finite values overflow with the state, it stays finite.
     """
-    elements = sum(part.numel for part in parts)
-    _write_bytes(whole, 0, HEADER.pack(MAGIC, VERSION, codec.codec_id, codec.spec_crc, elements))
+    sizes = [part.flat.numel() for part in parts]
+    write_bytes(whole, 0, HEADER.pack(MAGIC, VERSION, codec.codec_id, codec.spec_crc, sum(sizes)))
     at, fixed = HEADER.size, codec.traits.fixed_length
-    for part, most in zip(parts, _lengths(codec, [part.numel for part in parts], rng.step), strict=True):
+    for part, most in zip(parts, _lengths(codec, sizes, rng.step), strict=True):
         first = at if fixed else at + LENGTH_BYTES
         body, own = whole[first : first + most], rng.for_slice(part.name, part.start)
         try:
@@ -368,18 +399,18 @@ def pack_into(
             report(part)
             used = codec.write(TensorSlice(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
         if not fixed:
-            _write_bytes(whole, at, struct.pack("<I", used))
+            put_u32(whole[at:], used)
         at = first + used
     return at
 
 
 def unpack_all(codec: PayloadCodec, rows: Tensor, outs: Sequence[Tensor], step: int, scale: float) -> None:
     """Decode `scale` times the sum of all ranks' payloads, one per row, with bodies of fixed length."""
-    elements = sum(out.numel() for out in outs)
+    sizes = [out.numel() for out in outs]
     for rank, row in enumerate(rows):
-        _check_header(codec, row, elements, f" from rank {rank}")
+        _check_header(codec, row, sum(sizes), f" from rank {rank}")
     at = HEADER.size
-    for out, length in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
+    for out, length in zip(outs, _lengths(codec, sizes, step), strict=True):
         codec.read_all(rows[:, at : at + length], out, scale)
         at += length
 
@@ -393,28 +424,35 @@ def unpack(
     step: int = 0,
 ) -> None:
     """Decode into float32 rows, one for each slice, or add to them."""
-    at = _check_header(codec, payload, sum(out.numel() for out in outs), sender)
-    fixed = codec.traits.fixed_length
-    for out, most in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
-        if fixed:
-            length = most
-        else:
+    found = split_bodies(codec, payload, [out.numel() for out in outs], step, sender)
+    for out, body in zip(outs, found, strict=True):
+        codec.read(body, out, accumulate)
+
+
+def split_bodies(
+    codec: PayloadCodec, payload: Tensor, sizes: Sequence[int], step: int, sender: str = ""
+) -> Iterator[Tensor]:
+    """Yield the body of each slice in a payload. A payload that does not fit is a `ProtocolError`."""
+    _check_header(codec, payload, sum(sizes), sender)
+    at, fixed = HEADER.size, codec.traits.fixed_length
+    for length in _lengths(codec, sizes, step):
+        if not fixed:
             length = int.from_bytes(_read_bytes(payload, at, LENGTH_BYTES, sender), "little")
             at += LENGTH_BYTES
         if at + length > payload.numel():
             raise ProtocolError(
                 f"a payload{sender} of {payload.numel()} B ends within a body of {length} B at {at}: it is truncated"
             )
-        codec.read(payload[at : at + length], out, accumulate)
+        yield payload[at : at + length]
         at += length
     if at != payload.numel():
         raise ProtocolError(f"a payload{sender} of {payload.numel()} B has {payload.numel() - at} B too many")
 
 
-def _check_header(codec: PayloadCodec, payload: Tensor, elements: int, sender: str) -> int:
+def _check_header(codec: PayloadCodec, payload: Tensor, elements: int, sender: str) -> None:
     magic, version, codec_id, spec_crc, numel = HEADER.unpack(_read_bytes(payload, 0, HEADER.size, sender))
     if magic != MAGIC:
-        raise ProtocolError(f"what came{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
+        raise ProtocolError(f"the data{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
     if version != VERSION:
         raise ProtocolError(f"a payload{sender} has version {version}, and this is version {VERSION}")
     if codec_id != codec.codec_id or spec_crc != codec.spec_crc:
@@ -423,7 +461,6 @@ def _check_header(codec: PayloadCodec, payload: Tensor, elements: int, sender: s
         )
     if numel != elements:
         raise ProtocolError(f"a payload{sender} holds {numel} elements, and {elements} are expected")
-    return HEADER.size
 
 
 def _read_bytes(payload: Tensor, at: int, count: int, sender: str) -> bytes:
@@ -434,8 +471,28 @@ def _read_bytes(payload: Tensor, at: int, count: int, sender: str) -> bytes:
     return bytes(payload[at : at + count].cpu().numpy())
 
 
-def _write_bytes(whole: Tensor, at: int, data: bytes) -> None:
+def write_bytes(whole: Tensor, at: int, data: bytes) -> None:
+    """Copy bytes into a tensor, from index `at` on."""
     whole[at : at + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def put_u32(out: Tensor, number: int) -> None:
+    """Write a number into the first four bytes."""
+    write_bytes(out, 0, number.to_bytes(4, "little"))
+
+
+def get_u32(body: Tensor) -> int:
+    """The number in the first four bytes."""
+    if body.numel() < 4:
+        raise ProtocolError(f"a body of {body.numel()} B is too short: it is truncated")
+    return int.from_bytes(bytes(body[:4].cpu().numpy()), "little")
+
+
+def floats_of(data: Tensor) -> Tensor:
+    """Bytes as float32. They are copied, because data may begin anywhere and a float may not."""
+    values = torch.empty(data.numel() // 4, device=data.device, dtype=torch.float32)
+    values.view(torch.uint8).copy_(data)
+    return values
 
 
 def check_optimizer_momentum(codec: Codec, momentum: float) -> None:
@@ -470,7 +527,7 @@ def _row(residual: Tensor | None, numel: int) -> Tensor | None:
     return residual.view(-1)
 
 
-def flat_float32(tensor: Tensor) -> Tensor:
+def _flat_float32(tensor: Tensor) -> Tensor:
     """A tensor as contiguous 1-D float32; no copy where it is that already."""
     if not tensor.dtype.is_floating_point:
         raise IncompatibleError(f"codecs are for real floating-point tensors, not {tensor.dtype}; send it as it is")
@@ -486,9 +543,19 @@ def all_finite(values: Tensor) -> bool:
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
+def is_whole_number(value: object, least: int = 0, most: int | None = None) -> bool:
+    """True for an int from `least` to `most`. None: without an upper limit."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most)
+
+
+def is_number(value: object) -> bool:
+    """True for an int or a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def _links(codec: Any) -> tuple[Codec, ...]:
+def _links(codec: Any) -> tuple[Any, ...]:
     return codec.links if hasattr(codec, "links") else (codec,)

@@ -8,7 +8,6 @@ limit is divided by n, so that the sum is finite too. The difference stays in th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,9 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice, all_finite
 from syncline.codecs.kernels import dispatch
-from syncline.errors import DivergedError, ProtocolError, SpecError
+from syncline.errors import DivergedError, SpecError
 
 __all__ = ["Cast", "round_to_half"]
 
@@ -77,36 +76,22 @@ class Cast(PayloadCodec):
         return 2 * numel
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
-        halves = self._view(body)
-        if halves is None:
-            halves = torch.empty(part.numel, dtype=self.dtype, device=body.device)
-            self._round(part, halves, rng)
-            body.copy_(halves.view(torch.uint8))
-        else:
-            self._round(part, halves, rng)
+        aligned = body if body.storage_offset() % 2 == 0 else torch.empty_like(body)
+        self._round(part, aligned.view(self.dtype), rng)
+        if aligned is not body:
+            body.copy_(aligned)
         return body.numel()
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        if body.numel() != 2 * out.numel():
-            raise ProtocolError(f"{body.numel()} B are not the {out.numel()} values of {self!r}, of 2 B each")
-        halves = self._view(body)
-        values = (body.clone().view(self.dtype) if halves is None else halves).float()
-        if not _finite(values):
-            raise ProtocolError(f"a payload of {self!r} holds NaN or Inf")
-        if accumulate:
-            out += values
-        else:
-            out.copy_(values)
-
-    def _view(self, body: Tensor) -> Tensor | None:
-        """A body as numbers. None if it begins at an odd byte."""
-        return body.view(self.dtype) if body.storage_offset() % 2 == 0 else None
+        self.check_length(body, out)
+        aligned = body if body.storage_offset() % 2 == 0 else body.clone()
+        self.store(aligned.view(self.dtype).float(), out, accumulate)
 
     def _round(self, part: TensorSlice, halves: Tensor, rng: RngKey, size: int = 1) -> None:
         """Round a slice with its residual to half precision. The sum of `size` such values is finite."""
         values = part.flat if part.residual is None else part.residual.add_(part.flat)
         round_to_half(values, halves, rng, size, self.stochastic)
-        if part.residual is not None and not _finite(part.residual.sub_(halves)):
+        if part.residual is not None and not all_finite(part.residual.sub_(halves)):
             raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
 
 
@@ -117,11 +102,6 @@ def round_to_half(values: Tensor, halves: Tensor, rng: RngKey, size: int, stocha
         dispatch.cast_stochastic(values, halves, limit=bits, start=rng.start, key=rng.key)
     else:
         halves.copy_(values.clamp(-limit, limit))
-
-
-def _finite(values: Tensor) -> bool:
-    """True if there is no NaN and no Inf, in one pass."""
-    return not values.numel() or all(map(math.isfinite, map(float, values.aminmax())))
 
 
 @lru_cache(maxsize=256)

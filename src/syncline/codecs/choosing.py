@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Codec, CodecTraits, RngKey
+from syncline.codecs.base import Codec, CodecTraits, RngKey, is_whole_number
 from syncline.codecs.raw import Raw
 from syncline.errors import SpecError
 from syncline.specs import Spec
@@ -142,7 +142,7 @@ class BySize(Chooser):
     positional: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int) or self.threshold < 1:
+        if not is_whole_number(self.threshold, 1):
             raise SpecError(f"by_size: the threshold is a number of elements, at least 1, not {self.threshold!r}")
         object.__setattr__(self, "small", _built(self.name, "small", self.small))
         object.__setattr__(self, "large", _built(self.name, "large", self.large))

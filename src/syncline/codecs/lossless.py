@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice, is_whole_number
 from syncline.errors import ProtocolError, SpecError
 
 __all__ = ["Lossless"]
@@ -42,7 +42,7 @@ class Lossless(PayloadCodec):
     codec_id: ClassVar[int] = 9
 
     def __post_init__(self) -> None:
-        if not isinstance(self.level, int) or isinstance(self.level, bool) or not 1 <= self.level <= 19:
+        if not is_whole_number(self.level, 1, 19):
             raise SpecError(f"lossless has levels from 1 (fast) to 19, not {self.level!r}")
         self.check_feedback()
 
@@ -62,12 +62,7 @@ class Lossless(PayloadCodec):
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         values = self.decompress(body, FLOAT_BYTES * out.numel(), FLOAT_BYTES).view(torch.float32)
-        if not bool(values.isfinite().all()):
-            raise ProtocolError(f"a payload of {self!r} holds NaN or Inf")
-        if accumulate:
-            out += values
-        else:
-            out.copy_(values)
+        self.store(values, out, accumulate)
 
     @staticmethod
     def max_body_bytes(nbytes: int) -> int:
@@ -125,7 +120,7 @@ def _unzip(frame: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], nbytes: int) 
     try:
         frame_info = zstandard.get_frame_parameters(frame.data)
         if frame_info.content_size != nbytes or frame_info.dict_id:
-            raise ProtocolError(f"a frame is said to hold {frame_info.content_size} B where {nbytes} B are expected")
+            raise ProtocolError(f"a frame announces {frame_info.content_size} B where {nbytes} B are expected")
         data = zstandard.ZstdDecompressor().decompress(frame.data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"a compressed body of {len(frame)} B cannot be decompressed: {error}") from None

@@ -14,16 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from torch import Tensor
-
-from syncline.codecs.base import CodecTraits, DenseCodec, RngKey, TensorSlice
-from syncline.codecs.kernels import dispatch
+from syncline.codecs.base import MAX_BUCKET_ELEMENTS, CodecTraits, DenseCodec, is_whole_number
+from syncline.codecs.kernels.dispatch import DenseKernel
 from syncline.errors import SpecError
 
 __all__ = ["OneBit"]
-
-MAX_BUCKET_ELEMENTS = 2**30
-"""The kernels count the elements of a bucket in 32 bits."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,13 +36,10 @@ class OneBit(DenseCodec):
 
     name: ClassVar[str] = "onebit"
     codec_id: ClassVar[int] = 3
+    draws_random_bits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.bucket, int)
-            or isinstance(self.bucket, bool)
-            or not 1 <= self.bucket <= MAX_BUCKET_ELEMENTS
-        ):
+        if not is_whole_number(self.bucket, 1, MAX_BUCKET_ELEMENTS):
             raise SpecError(
                 f"onebit's bucket is how many elements share two means, as 1024 and up to 2^30, not {self.bucket!r}"
             )
@@ -57,12 +49,10 @@ class OneBit(DenseCodec):
     def traits(self) -> CodecTraits:
         return CodecTraits(detects_nonfinite=True)
 
+    @cached_property
+    def kernel(self) -> DenseKernel:
+        return DenseKernel("onebit", self.bucket)
+
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 8 * -(-numel // self.bucket) + whole * -(-self.bucket // 8) + -(-rest // 8)
-
-    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
-        return dispatch.encode_onebit(part.flat, part.residual, body, bucket=self.bucket)
-
-    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
-        return dispatch.decode_onebit(body, out, bucket=self.bucket, accumulate=accumulate)

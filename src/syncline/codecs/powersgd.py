@@ -12,7 +12,6 @@ do not depend on the number of threads or the processor.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,15 +20,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Codec, CodecTraits, PayloadCodec, RngKey, TensorSlice, max_payload_bytes
+from syncline.codecs.base import (
+    SHARED_MEMORY_KEY,
+    CodecTraits,
+    PayloadCodec,
+    RngKey,
+    TensorSlice,
+    all_finite,
+    floats_of,
+    get_u32,
+    is_whole_number,
+    put_u32,
+)
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import fused
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
 __all__ = ["PowerSGD"]
 
-ROWS = struct.Struct("<I")
-"""The number of rows of the matrix in a body. 0: it is no matrix, and its elements follow."""
+ROWS_BYTES = 4
+"""Size of the number of rows at the start of a body. 0 rows: it is no matrix, and its elements follow."""
 BLOCK_ELEMENTS = 1 << 17
 """Elements that are multiplied together: they stay in the cache from one column to the next."""
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -40,11 +50,12 @@ DEPENDENT = 1e-12
 
 
 @dataclass(frozen=True, repr=False)
-class PowerSGD(Codec):
+class PowerSGD(PayloadCodec):
     """Sends matrices as products of two factors; vectors, and matrices that would not get smaller, unencoded.
 
     A parameter of more than two dimensions is a matrix with a row for each index of the first. The codec is biased, so
-    it keeps a residual. Each step continues the subspace iteration of the last one.
+    it keeps a residual. Each step continues the subspace iteration of the last one. The payload of a single tensor has
+    P and Q after two power iterations.
 
     >>> import torch
     >>> codec = PowerSGD(1)
@@ -62,22 +73,13 @@ class PowerSGD(Codec):
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        if not is_whole_number(self.rank, 1):
             raise SpecError(f"powersgd: the rank is a whole number, at least 1 (usually 1 to 4), not {self.rank!r}")
         self.check_feedback()
 
     @cached_property
     def traits(self) -> CodecTraits:
-        return CodecTraits(allreducible=True, residual_needs_sum=True)
-
-    def max_bytes(self, numel: int) -> int:
-        return max_payload_bytes(_Factors(self), [numel])
-
-    def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
-        return _Factors(self).encode(tensor, rng, residual)
-
-    def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
-        return _Factors(self).decode(payload, out, accumulate, step)
+        return CodecTraits(fixed_length=False, allreducible=True, residual_needs_sum=True)
 
     def reduce_rounds(
         self,
@@ -121,66 +123,43 @@ class PowerSGD(Codec):
         for each, p, whole, mine in zip(matrices, ps, sent.pieces(), sent.own, strict=True):
             each.subtract_product(_up(p), mine)
             _product(_up(p), whole, out=each.part.flat)
-            each.part.memory["q"] = whole.clone()  # not a view, which would keep the bucket alive
-
-
-@dataclass(frozen=True, repr=False)
-class _Factors(PayloadCodec):
-    """The payload of a single tensor: its number of rows, then P and Q after two power iterations."""
-
-    codec: PowerSGD
-
-    codec_id: ClassVar[int] = PowerSGD.codec_id
-
-    @cached_property
-    def traits(self) -> CodecTraits:
-        return CodecTraits(fixed_length=False)
+            each.part.memory[SHARED_MEMORY_KEY] = whole.clone()  # not a view, which would keep the bucket alive
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
-        return ROWS.size + 4 * numel
+        return ROWS_BYTES + 4 * numel
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
-        rank = self.codec.rank
-        target = _Target(part, rank)
+        target = _Target(part, self.rank)
         numbers = decoded = target.values
         if target.rows:
-            target.start(rank, rng)
+            target.start(self.rank, rng)
             for _ in range(2):  # the second starts from the result of the first
                 p = _orthonormal(target.matrix @ target.q)
                 q = target.matrix.T @ _down(p)
                 target.q = _unit(q, rng)
             numbers = torch.cat([_up(p).flatten(), q.flatten()])
             decoded = _product(_up(p), q).flatten()
-        used = ROWS.size + 4 * numbers.numel()
-        body[: ROWS.size].copy_(torch.frombuffer(bytearray(ROWS.pack(target.rows)), dtype=torch.uint8))
-        body[ROWS.size : used].copy_(numbers.view(torch.uint8))
+        used = ROWS_BYTES + 4 * numbers.numel()
+        put_u32(body, target.rows)
+        body[ROWS_BYTES:used].copy_(numbers.view(torch.uint8))
         target.set_residual(decoded)  # last: without a matrix the numbers are the residual itself
         return used
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        rank, numel = self.codec.rank, out.numel()
-        if body.numel() < ROWS.size:
-            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, too few for its count of rows: truncated")
-        rows = int(ROWS.unpack(bytes(body[: ROWS.size].cpu().numpy()))[0])
+        rank, numel = self.rank, out.numel()
+        rows = get_u32(body)
         if rows and (numel % rows or _rows((rows, numel // rows), numel, rank) != rows):
             raise ProtocolError(f"a body of {self!r} says that {numel} elements are a matrix of {rows} rows")
         due = rank * (rows + numel // rows) if rows else numel
-        if body.numel() != ROWS.size + 4 * due:
-            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, and {ROWS.size + 4 * due} B are due")
-        values = torch.empty(due, device=body.device, dtype=torch.float32)
-        values.view(torch.uint8).copy_(body[ROWS.size :])
-        if not bool(torch.isfinite(values).all()):
+        if body.numel() != ROWS_BYTES + 4 * due:
+            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, and {ROWS_BYTES + 4 * due} B are due")
+        values = floats_of(body[ROWS_BYTES:])
+        if not all_finite(values):
             raise ProtocolError(f"a body of {self!r} holds NaN or Inf")
         if rows:
             p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(-1, rank)
             values = _product(p, q).flatten()
-        if accumulate:
-            out += values
-        else:
-            out.copy_(values)
-
-    def __repr__(self) -> str:
-        return repr(self.codec)
+        self.store(values, out, accumulate)
 
 
 class _Target:
@@ -199,7 +178,7 @@ class _Target:
     def start(self, rank: int, rng: RngKey) -> None:
         """Start from the subspace of the last step, or from a random one that is equal on every rank."""
         own = rng.for_slice(self.part.name)
-        kept = self.part.memory.get("q")
+        kept = self.part.memory.get(SHARED_MEMORY_KEY)
         shape = (self.matrix.shape[1], rank)
         self.q = _unit(kept if kept is not None and kept.shape == shape else self.values.new_zeros(shape), own)
 
@@ -248,7 +227,7 @@ class _Message:
 
     def pieces(self) -> list[Tensor]:
         """The reduced tensors."""
-        if not bool(torch.isfinite(self.flat).all()):  # the same bits on every rank, so all raise
+        if not all_finite(self.flat):  # the same bits on every rank, so all raise
             raise DivergedError("powersgd: the sum over the ranks holds NaN or Inf")
         return self._cut(self.flat)
 
@@ -287,7 +266,7 @@ def _orthonormal(p: Tensor) -> Tensor:
     """Modified Gram-Schmidt in float64, column by column. A linearly dependent column becomes zero."""
     columns = p.double().T.contiguous()
     if fused(columns):
-        from syncline.codecs.kernels.lowrank_fused import orthonormal
+        from syncline.codecs.kernels.dense_fused import orthonormal
 
         orthonormal(columns, DEPENDENT)
         return columns.T
@@ -324,7 +303,7 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         return whole.copy_(exact.clamp_(-MAX_FLOAT32, MAX_FLOAT32))
     left, right = p.T.contiguous(), q.T.contiguous()
     if fused(whole):
-        from syncline.codecs.kernels.lowrank_fused import product
+        from syncline.codecs.kernels.dense_fused import product
 
         product(left, right, whole)
         return whole

@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from torch import Tensor
-
-from syncline.codecs.base import CodecTraits, DenseCodec, RngKey, TensorSlice
-from syncline.codecs.kernels import dispatch
+from syncline.codecs.base import MAX_BUCKET_ELEMENTS, CodecTraits, DenseCodec, is_whole_number
+from syncline.codecs.kernels.dispatch import DenseKernel
 from syncline.errors import SpecError
 
 __all__ = ["Quantize"]
 
 NORMS = ("max", "l2")
-MAX_BUCKET_ELEMENTS = 2**30
-"""The kernels count the elements of a bucket in 32 bits."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,13 +47,9 @@ class Quantize(DenseCodec):
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+        if not is_whole_number(self.bits, 2, 8):
             raise SpecError(f"quantize takes 2 to 8 bits for a value, not {self.bits!r}; one bit is onebit's")
-        if (
-            not isinstance(self.bucket, int)
-            or isinstance(self.bucket, bool)
-            or not 1 <= self.bucket <= MAX_BUCKET_ELEMENTS
-        ):
+        if not is_whole_number(self.bucket, 1, MAX_BUCKET_ELEMENTS):
             raise SpecError(
                 f"quantize's bucket is how many elements share a scale, as 1024 and up to 2^30, not {self.bucket!r}"
             )
@@ -74,22 +66,10 @@ class Quantize(DenseCodec):
             detects_nonfinite=self.norm == "max",  # an Euclidean norm past the range of float32 is clamped
         )
 
+    @cached_property
+    def kernel(self) -> DenseKernel:
+        return DenseKernel("quantize", self.bucket, (self.bits,), (self.norm == "l2", self.stochastic))
+
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 4 * -(-numel // self.bucket) + self.bits * (whole * -(-self.bucket // 8) + -(-rest // 8))
-
-    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
-        return dispatch.encode_quantize(
-            part.flat,
-            part.residual,
-            body,
-            bits=self.bits,
-            bucket=self.bucket,
-            euclid=self.norm == "l2",
-            stochastic=self.stochastic,
-            start=rng.start,
-            key=rng.key,
-        )
-
-    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
-        return dispatch.decode_quantize(body, out, bits=self.bits, bucket=self.bucket, accumulate=accumulate)

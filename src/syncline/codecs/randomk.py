@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice, all_finite, get_u32, is_number, put_u32
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import sparse_kernels
 from syncline.codecs.kernels.random_bits import MASK, random_bits
-from syncline.codecs.sparse import SparseCodec, get_u32, index_dtype, put_u32
+from syncline.codecs.sparse import SparseCodec, index_dtype
 from syncline.errors import DivergedError, SpecError
 
 __all__ = ["RandomK"]
@@ -46,7 +46,7 @@ class RandomK(SparseCodec):
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool) and 0 < self.ratio <= 1):
+        if not (is_number(self.ratio) and 0 < self.ratio <= 1):
             raise SpecError(f"randomk keeps a fraction in (0, 1], as 0.01, not {self.ratio!r}")
         self.check_feedback()
 
@@ -101,7 +101,7 @@ class RandomK(SparseCodec):
                 lost = values - piece.to(torch.float32)
                 sparse_kernels(lost).scatter(part.residual, indices, lost, accumulate=False)
         yield flat
-        if not bool(torch.isfinite(flat).all()):  # the same bits on every rank, so all raise
+        if not all_finite(flat):  # the same bits on every rank, so all raise
             raise DivergedError(f"{self!r}: the sum over {size} ranks holds NaN or Inf")
         for part, (indices, _), piece in zip(parts, selected, pieces, strict=True):
             sparse_kernels(part.flat).scatter(part.flat.zero_(), indices, piece.to(torch.float32), accumulate=False)

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
-from syncline.errors import ProtocolError
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice, floats_of
 
 __all__ = ["Raw"]
 
@@ -42,13 +41,5 @@ class Raw(PayloadCodec):
         return body.numel()
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        if body.numel() != 4 * out.numel():
-            raise ProtocolError(f"{body.numel()} B are not the {out.numel()} float32 values that are expected")
-        values = torch.empty_like(out)
-        values.view(torch.uint8).copy_(body)
-        if not bool(torch.isfinite(values).all()):
-            raise ProtocolError("a payload holds NaN or Inf")
-        if accumulate:
-            out += values
-        else:
-            out.copy_(values)
+        self.check_length(body, out)
+        self.store(floats_of(body), out, accumulate)

@@ -7,20 +7,19 @@ Both ends derive the layout from the number of elements and the count, so a fixe
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice, all_finite, get_u32, put_u32
 from syncline.codecs.kernels.dispatch import fused, sparse_kernels
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.quantize import Quantize
 from syncline.codecs.raw import Raw
 from syncline.errors import DivergedError, ProtocolError
 
-__all__ = ["RAW", "SparseCodec", "get_u32", "index_dtype", "put_u32", "read_indices", "write_indices"]
+__all__ = ["RAW", "SparseCodec", "index_dtype", "read_indices", "write_indices"]
 
 RAW = Raw()
 
@@ -68,9 +67,9 @@ class SparseCodec(PayloadCodec):
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey, values: PayloadCodec = RAW) -> int:
         indices, selected = self.select(part, rng)
-        if not math.isfinite(float(selected.sum())) and not bool(torch.isfinite(selected).all()):
+        if not all_finite(selected):
             self._restore_residual(part, indices, selected)
-            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
+            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and its residual add up to Inf")
         head = self.head_bytes(part.numel, indices.numel())
         self.write_head(body[:head], part.numel, indices, rng)
         lost = None if part.residual is None or values.traits.exact else torch.zeros_like(selected)
@@ -147,15 +146,3 @@ def read_indices(packed: Tensor, numel: int, count: int) -> Tensor:
     out = torch.empty(count, dtype=index_dtype(numel), device=packed.device)
     sparse_kernels(packed).unpack_indices(packed, numel, count, plan.low, plan.first, out)
     return out
-
-
-def put_u32(out: Tensor, number: int) -> None:
-    """Write a number into the first four bytes."""
-    out[:4].copy_(torch.frombuffer(bytearray(number.to_bytes(4, "little")), dtype=torch.uint8))
-
-
-def get_u32(body: Tensor) -> int:
-    """The number in the first four bytes."""
-    if body.numel() < 4:
-        raise ProtocolError(f"a body of {body.numel()} B is too short: it is truncated")
-    return int.from_bytes(bytes(body[:4].cpu().numpy()), "little")

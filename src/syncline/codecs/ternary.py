@@ -18,16 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from torch import Tensor
-
-from syncline.codecs.base import CodecTraits, DenseCodec, RngKey, TensorSlice
-from syncline.codecs.kernels import dispatch
+from syncline.codecs.base import MAX_BUCKET_ELEMENTS, CodecTraits, DenseCodec, is_number, is_whole_number
+from syncline.codecs.kernels.dispatch import DenseKernel
 from syncline.errors import SpecError
 
 __all__ = ["Ternary"]
 
-MAX_BUCKET_ELEMENTS = 2**30
-"""The kernels count the elements of a bucket in 32 bits."""
 BLOCK_ELEMENTS = 1280
 """Elements packed together if all share one scale: a multiple of 5 digits and of a machine word."""
 
@@ -52,11 +48,9 @@ class Ternary(DenseCodec):
     codec_id: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
-        if self.clip is not None and not (number and 0 < self.clip < math.inf):
+        if self.clip is not None and not (is_number(self.clip) and 0 < self.clip < math.inf):
             raise SpecError(f"ternary clips at a positive number of standard deviations, as 2.5, not {self.clip!r}")
-        whole = isinstance(self.bucket, int) and not isinstance(self.bucket, bool)
-        if self.bucket is not None and not (whole and 1 <= self.bucket <= MAX_BUCKET_ELEMENTS):
+        if self.bucket is not None and not is_whole_number(self.bucket, 1, MAX_BUCKET_ELEMENTS):
             raise SpecError(
                 "ternary's bucket is how many elements share a scale, as 1024 and up to 2^30 (None: all), "
                 f"not {self.bucket!r}"
@@ -67,25 +61,14 @@ class Ternary(DenseCodec):
     def traits(self) -> CodecTraits:
         return CodecTraits(biased=self.clip is not None, detects_nonfinite=True)
 
+    @cached_property
+    def kernel(self) -> DenseKernel:
+        return DenseKernel("ternary", self._block, (self.bucket is None,), (float(self.clip or 0.0),))
+
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self._block)
         scales = min(numel, 1) if self.bucket is None else -(-numel // self.bucket)
         return 4 * scales + whole * -(-self._block // 5) + -(-rest // 5)
-
-    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
-        return dispatch.encode_ternary(
-            part.flat,
-            part.residual,
-            body,
-            block=self._block,
-            shared=self.bucket is None,
-            clip=self.clip or 0.0,
-            start=rng.start,
-            key=rng.key,
-        )
-
-    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
-        return dispatch.decode_ternary(body, out, block=self._block, shared=self.bucket is None, accumulate=accumulate)
 
     @property
     def _block(self) -> int:

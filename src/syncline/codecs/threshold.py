@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice, is_number
 from syncline.codecs.kernels.dispatch import sparse_kernels
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.sparse import RAW, SparseCodec
@@ -41,8 +41,7 @@ class Threshold(SparseCodec):
 
     def __post_init__(self) -> None:
         info = torch.finfo(torch.float32)
-        number = isinstance(self.threshold, (int, float)) and not isinstance(self.threshold, bool)
-        if not (number and info.tiny <= self.threshold <= info.max):
+        if not (is_number(self.threshold) and info.tiny <= self.threshold <= info.max):
             raise SpecError(
                 f"threshold is a magnitude that float32 has ({info.tiny:.2g} and above), not {self.threshold!r}"
             )

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice, is_number, is_whole_number
 from syncline.codecs.kernels.dispatch import fused, sparse_kernels
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.quantize import Quantize
@@ -65,25 +65,25 @@ class TopK(SparseCodec):
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if not (self.keep >= 1 if _whole(self.keep) else isinstance(self.keep, float) and 0 < self.keep <= 1):
+        if not (is_whole_number(self.keep, 1) or (isinstance(self.keep, float) and 0 < self.keep <= 1)):
             raise SpecError(
                 f"topk keeps a fraction in (0, 1], as 0.01, or a number of elements, as 16, not {self.keep!r}"
             )
-        if self.bucket is not None and not (_whole(self.bucket) and self.bucket >= 1):
+        if self.bucket is not None and not is_whole_number(self.bucket, 1):
             raise SpecError(f"topk's bucket is a number of elements, as 512, not {self.bucket!r}")
         if self.bucket is not None and self.keep > self.bucket:
             raise SpecError(
                 f"topk cannot keep {self.keep} of every {self.bucket}; keep at most as many as a bucket has"
             )
-        if not (_number(self.momentum) and 0 <= self.momentum < 1):
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise SpecError(f"topk's momentum is in [0, 1), as 0.9, not {self.momentum!r}")
         if self.momentum and self.feedback is False:
             raise SpecError(f"topk's momentum={self.momentum} lives in the residual; leave out feedback=False")
-        if not (_whole(self.warmup) and self.warmup >= 0):
+        if not is_whole_number(self.warmup):
             raise SpecError(f"topk's warmup is a number of steps, not {self.warmup!r}")
-        if self.clip is not None and not (_number(self.clip) and 0 < self.clip < math.inf):
+        if self.clip is not None and not (is_number(self.clip) and 0 < self.clip < math.inf):
             raise SpecError(f"topk's clip is a norm above 0, not {self.clip!r}")
-        if not (_whole(self.whole) and self.whole >= 0):
+        if not is_whole_number(self.whole):
             raise SpecError(f"topk's whole is a number of elements, as 4096, not {self.whole!r}")
         self.check_feedback()
         if not isinstance(self.masking, bool):
@@ -138,7 +138,7 @@ class TopK(SparseCodec):
         plan = layout(part.numel, k)
         moving = (rng.start, rng.key, velocity, self.momentum)
         if write_largest(flat, part.residual, body, k, plan, how, *moving) == NOT_FINITE:
-            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
+            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and its residual add up to Inf")
         return body.numel()
 
     def _with_momentum(self, part: TensorSlice) -> Tensor:
@@ -173,11 +173,3 @@ class TopK(SparseCodec):
             return flat
         norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
         return flat * (self.clip / norm) if norm > self.clip else flat
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

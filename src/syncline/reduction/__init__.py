@@ -1,9 +1,8 @@
 """Reduces the gradients of a run: bucket layout, overlap with backward, codecs and collectives."""
 
 from syncline.collectives.compressed import COMPRESSED_COLLECTIVES, check_collective
-from syncline.reduction.agreement import broadcast_tensors, broadcast_tree, check_same
 from syncline.reduction.buckets import BUCKET_BYTES
-from syncline.reduction.communicator import Communicator
+from syncline.reduction.communicator import Communicator, broadcast_tensors, broadcast_tree, check_same
 from syncline.reduction.reducer import GradientReducer, ReducerOptions, ReductionPolicy, Scaling, plain_name
 from syncline.reduction.reduction_pass import ReductionPass
 from syncline.reduction.stats import Stats, as_table

@@ -29,7 +29,7 @@ from syncline.codecs import Codec
 from syncline.errors import SpecError
 from syncline.reduction.control import control_length
 
-__all__ = ["BUCKET_BYTES", "Bucket", "BucketItem", "BucketSet", "assign_buckets"]
+__all__ = ["BUCKET_BYTES", "Bucket", "BucketItem", "BucketSet", "assign_buckets", "real_numel"]
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -118,10 +118,10 @@ class BucketSet:
         for number, group in enumerate(groups):
             home |= dict.fromkeys(group, number)
             if group[0] in self.in_place:
-                sizes = tuple(_reals(parameters[index]) for index in group)
+                sizes = tuple(real_numel(parameters[index]) for index in group)
                 self.buckets.append(Bucket(group, None, None, codecs[group[0]], sizes))
                 continue
-            numel = sum(_reals(parameters[index]) for index in group)
+            numel = sum(real_numel(parameters[index]) for index in group)
             first = parameters[group[0]]
             tail = extra if shared and number == len(groups) - 1 else 0
             flat = torch.empty(numel + tail, dtype=_real(first.dtype), device=first.device)
@@ -129,7 +129,7 @@ class BucketSet:
             offset = 0
             for index in group:
                 self.views[index] = _view(flat, offset, parameters[index])
-                offset += _reals(parameters[index])
+                offset += real_numel(parameters[index])
         last = self.buckets[-1].flat if shared else None
         if last is None:
             last = torch.zeros(extra, dtype=torch.float32, device=_device(parameters))
@@ -152,7 +152,7 @@ class BucketSet:
                 continue
             if bucket.flat is None:
                 large = parameters[bucket.items[0]]
-                found.append((_reals(large), _real(large.dtype), large.device))
+                found.append((real_numel(large), _real(large.dtype), large.device))
             else:
                 found.append((bucket.flat.numel(), bucket.flat.dtype, bucket.flat.device))
         return found
@@ -188,14 +188,15 @@ def _device(parameters: Sequence[Tensor]) -> torch.device:
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """The gradient of `parameter` in `flat`, with its strides if they are dense: optimizers prefer equal strides."""
-    part = flat[offset : offset + _reals(parameter)]
+    part = flat[offset : offset + real_numel(parameter)]
     if parameter.is_complex():
         return torch.view_as_complex(part.view(*parameter.shape, 2))
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()  # a permutation without gaps
     return part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
 
 
-def _reals(parameter: Tensor) -> int:
+def real_numel(parameter: Tensor) -> int:
+    """Number of real elements: a complex one counts twice."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Codec, PayloadCodec, RngKey, TensorSlice
-from syncline.collectives.compressed import is_sparse
+from syncline.codecs.base import SHARED_MEMORY_KEY
+from syncline.collectives.compressed.sparse import is_sparse
 from syncline.errors import IncompatibleError
+from syncline.reduction.buckets import real_numel
 from syncline.reduction.communicator import Communicator
 
-__all__ = ["SHARED_MEMORY_KEY", "CodecDiagnosis", "CodecState"]
+__all__ = ["CodecDiagnosis", "CodecState"]
 
 logger = logging.getLogger("syncline")
 
 DOUBLE_DTYPES = (torch.float64, torch.complex128)
-SHARED_MEMORY_KEY = "q"
-"""The memory that is the same on every rank: a warm start."""
 
 
 class CodecState:
@@ -45,11 +45,15 @@ class CodecState:
         self.codecs = [
             codec.codec_for(name, parameter.numel()) for name, parameter in zip(names, parameters, strict=True)
         ]
+        traits = [codec.traits for codec in self.codecs if codec is not None]
+        self.residual_needs_sum = any(each.residual_needs_sum for each in traits)
+        """A pass may begin only when the sums of the previous one are complete."""
+        self.applies_momentum = any(each.momentum for each in traits)
         self.owner_residuals: dict[tuple[str, int], Tensor] = {}
         """What the owner of a shard did not send of its sums, by parameter and first element."""
         self._names = list(names)
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
-        self._rows = [_row(parameter) for parameter in parameters]
+        self._rows = [(real_numel(parameter), parameter.device) for parameter in parameters]
         self._rank = rank
         self._size = size
         self._seed = seed
@@ -62,11 +66,6 @@ class CodecState:
             for name, parameter, codec_of_it in zip(names, parameters, self.codecs, strict=True)
             if codec_of_it is not None and parameter.dtype in DOUBLE_DTYPES
         ]
-
-    @property
-    def residual_needs_sum(self) -> bool:
-        """A pass may begin only when the sums of the previous one are complete."""
-        return any(codec.traits.residual_needs_sum for codec in self.codecs if codec is not None)
 
     @property
     def rng(self) -> RngKey:
@@ -241,8 +240,3 @@ class CodecDiagnosis:
 def _ratio(part: Tensor, whole: Tensor) -> float:
     norm = float(whole.norm())
     return float(part.norm()) / norm if norm else 0.0
-
-
-def _row(parameter: Tensor) -> tuple[int, torch.device]:
-    """Number of real elements of a parameter, and their device."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1), parameter.device

@@ -162,7 +162,6 @@ class GradientReducer:
         self.weight, self.active, self.uneven = weight, False, True  # the result decides whether training continues
         try:
             found = self._begin()
-            self._pass = None
             found.end()
             found.complete()
         finally:
@@ -178,7 +177,6 @@ class GradientReducer:
         self.weight, self.active = weight, active
         try:
             found = self._begin()
-            self._pass = None
             wanted = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
             for index, tensor in zip(wanted, tensors, strict=True):
                 if tensor.dtype != self.parameters[index].dtype:
@@ -193,7 +191,6 @@ class GradientReducer:
     def reduce_now(self) -> ReductionPass:
         """Start to reduce the present gradients, outside of a backward pass."""
         found = self._begin()
-        self._pass = None
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad and parameter.grad is not None:
                 found.arrive(index)
@@ -435,7 +432,7 @@ class GradientReducer:
             return
         self._check_pass(index)
         moved = () if RemovableHandle.next_id == self._handles_seen else self._move_hooks_last()
-        found = self._begin()
+        found = self._pass = self._begin()
         callback = partial(self._backward_is_over, found)
         self._pass_callback = weakref.ref(callback, self._pass_ended)
         Variable._execution_engine.queue_callback(callback)
@@ -457,7 +454,7 @@ class GradientReducer:
             self.lay_out()
         buckets = self._free.pop() if self._free else self._new_buckets(self._used_order)
         self._in_flight += 1
-        found = self._pass = ReductionPass(self, buckets)
+        found = ReductionPass(self, buckets)
         if state is not None and state.residual_needs_sum:
             self._previous = found
         return found

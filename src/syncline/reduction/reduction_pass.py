@@ -7,17 +7,15 @@ complete()                 wait; afterwards every rank holds the same bits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from syncline.codecs import TensorSlice
-from syncline.collectives.compressed import compressed_allreduce
+from syncline.collectives.compressed import NonfiniteGuard, compressed_allreduce
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.reduction.buckets import Bucket, BucketSet
-from syncline.reduction.codec_state import SHARED_MEMORY_KEY
 from syncline.reduction.communicator import Communicator
 from syncline.reduction.control import ControlNumbers, write_control
 from syncline.reduction.queue import CompressedReduction, PlainReduction, ReductionQueue
@@ -189,17 +187,17 @@ class ReductionPass:
             flat = self._data(bucket) if bucket.flat is None else bucket.flat
             if self._queue is None:
                 if last:
-                    self.write_control()
+                    self._write_control()
                 launched.append(self._communicator.launch_sum(flat, self._reducer.labels[number]))
             else:
                 # The comm task may still check earlier buckets, and the control numbers contain what it finds.
-                prepare = self.write_control if last else None
+                prepare = self._write_control if last else None
                 plain = PlainReduction(self._communicator, flat, self._reducer.labels[number], prepare)
                 launched.append(plain)
                 self._queue.add(plain)
 
     def _encode(self, number: int, bucket: Bucket, last: bool) -> None:
-        """Send a bucket by its codec. Codecs cannot encode NaN and Inf: these stay here, and all ranks are told."""
+        """Send a bucket by its codec. Codecs cannot encode NaN and Inf: these stay here, and all ranks are informed."""
         state, queue, codec, communicator = self._codec_state, self._queue, bucket.codec, self._communicator
         assert state is not None, "there is a codec"
         assert queue is not None, "so there is a queue"
@@ -217,10 +215,9 @@ class ReductionPass:
             parts,
             state.rng,
             communicator.compressed.resolve(codec, bucket.sizes),
-            communicator.rank,
             communicator.size,
             self.buckets.control if last else None,
-            _NonfiniteGuard(self, bucket.items, last),
+            NonfiniteGuard(self._note_slice, self._write_control if last else _do_nothing),
             state.owner_residuals,
         )
         logical_bytes = sum([self._in_place[index].nbytes for index in bucket.items])
@@ -264,7 +261,7 @@ class ReductionPass:
 
     def _take_in_place(self, index: int, gradient: Tensor) -> None:
         """Reduce a gradient in its own memory, unless autograd may still read that memory for another one."""
-        if self._codec_state is not None:
+        if self._codec_state is not None and self._codec_state.applies_momentum:
             self._codec_state.check_whole_step(index, gradient, self._communicator.stats.steps)
         if not (gradient.is_contiguous() and _owns_memory(gradient)):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
@@ -351,7 +348,8 @@ class ReductionPass:
                 gradient.fill_(float("nan"))
             elif rescale != 1.0:
                 gradient.mul_(rescale)
-            self._codec_state.note_reduced(index, self._in_place[index], self._communicator.stats.steps)
+            if self._codec_state.applies_momentum:
+                self._codec_state.note_reduced(index, self._in_place[index], self._communicator.stats.steps)
 
     def _sum_outside(self, control: ControlNumbers, scale: float) -> None:
         """Sum gradients outside the buckets: sparse ones, and dense ones that were not expected."""
@@ -404,7 +402,7 @@ class ReductionPass:
         """The gradients of a bucket, without control numbers."""
         return _flattened(self._in_place[bucket.items[0]]) if bucket.data is None else bucket.data
 
-    def write_control(self) -> None:
+    def _write_control(self) -> None:
         """Write this rank's control numbers."""
         reducer = self._reducer
         if (
@@ -434,47 +432,19 @@ class ReductionPass:
             for index in items:
                 gradient = self._gradient(index)
                 if not bool(torch.isfinite(gradient).all()):
-                    self.note_nonfinite(index, gradient.device)
+                    self._note_nonfinite(index, gradient.device)
 
     def _check_outside(self, index: int, values: Tensor) -> None:
         if self._reducer.check_finite and not bool(torch.isfinite(values).all()):
-            self.note_nonfinite(index, values.device)
+            self._note_nonfinite(index, values.device)
 
-    def note_nonfinite(self, index: int, device: torch.device) -> None:
+    def _note_nonfinite(self, index: int, device: torch.device) -> None:
         """A gradient holds NaN or Inf."""
         self._suspects.append((True, self._reducer.names[index]))
         self._nonfinite = torch.tensor(True, device=device)
 
-    def index_of(self, name: str) -> int:
-        """The index of a parameter."""
-        return self._reducer.names.index(name)
-
-
-class _NonfiniteGuard:
-    """Keeps NaN and Inf of one bucket away from its codec, and reports them to all ranks."""
-
-    def __init__(self, reduction_pass: ReductionPass, items: tuple[int, ...], last: bool) -> None:
-        self._pass = reduction_pass
-        self._items = items
-        self._last = last
-
-    def check(self, parts: Sequence[TensorSlice], with_residual: bool = False) -> None:
-        for index, part in zip(self._items, parts, strict=True):
-            row = part.flat if part.residual is None or not with_residual else part.flat + part.residual
-            if not (bool(torch.isfinite(row.sum(dtype=torch.float32))) or bool(torch.isfinite(row).all())):
-                self._pass.note_nonfinite(index, row.device)
-                part.flat.zero_()
-                part.residual = None
-                part.memory = {key: value for key, value in part.memory.items() if key == SHARED_MEMORY_KEY}
-        self.write_control()
-
-    def report(self, part: TensorSlice) -> None:
-        self._pass.note_nonfinite(self._pass.index_of(part.name), part.flat.device)
-        self.write_control()
-
-    def write_control(self) -> None:
-        if self._last:
-            self._pass.write_control()
+    def _note_slice(self, part: TensorSlice) -> None:
+        self._note_nonfinite(self._reducer.names.index(part.name), part.flat.device)
 
 
 def sum_sparse(communicator: Communicator, gradient: Tensor | None, parameter: Tensor, scale: float) -> Tensor:
@@ -496,6 +466,10 @@ def sum_sparse(communicator: Communicator, gradient: Tensor | None, parameter: T
         nbytes = values.numel() * values.element_size() + indices.numel() * indices.element_size()
         communicator.stats.sent(nbytes, nbytes)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+
+
+def _do_nothing() -> None:
+    """In place of writing the control numbers: they belong to another bucket."""
 
 
 def _flattened(gradient: Tensor) -> Tensor:

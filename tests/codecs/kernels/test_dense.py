@@ -16,7 +16,7 @@ from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.cast import Cast
 from syncline.codecs.kernels import dispatch
 from syncline.codecs.kernels.dispatch import fused, reference_only
-from syncline.codecs.kernels.random_bits import random_bits, uniform
+from syncline.codecs.kernels.random_bits import random_bits
 from syncline.codecs.onebit import OneBit
 from syncline.codecs.quantize import Quantize
 from syncline.codecs.ternary import Ternary
@@ -104,11 +104,11 @@ def test_random_bits_as_they_are_written_down() -> None:
     assert random_bits(key, start, 20).tolist() == wanted
 
 
-def test_uniform_numbers_are_uniform() -> None:
+def test_random_bits_are_uniform() -> None:
     """A sixteenth of them in each sixteenth, for neighbours of one key and for one position over many keys."""
     count = 160_000
     over_keys = torch.cat([random_bits(RngKey(seed).key, 5, 1) for seed in range(2000)]) >> 28
-    for found in ((uniform(1234, 0, count) * 16).long(), over_keys):
+    for found in (random_bits(1234, 0, count) >> 28, over_keys):
         expected = found.numel() / 16
         counts = torch.bincount(found, minlength=16)
         assert bool(((counts - expected).abs() < 5 * expected**0.5).all()), counts
@@ -155,7 +155,7 @@ def test_where_nothing_can_be_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> N
     """Numba refuses to cache without a place for it: then it compiles without."""
     import numba
 
-    from syncline.codecs.kernels.compiled import jit
+    from syncline.codecs.kernels.dense_fused import jit
 
     asked = []
 

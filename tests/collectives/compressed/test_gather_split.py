@@ -113,7 +113,7 @@ class Ranks:
         extra = torch.tensor([rank, 7, 9], dtype=torch.uint8)
         if self.way == "gather":
             return gather(self.codec, parts, rng, self.size, extra)
-        return split(self.codec, parts, rng, self.size, rank, extra, self.owned[rank])
+        return split(self.codec, parts, rng, self.size, extra, self.owned[rank])
 
     def reductions(self, inputs: list[list[Tensor]]) -> list[Reduction[Tensor]]:
         self.step += 1
@@ -276,7 +276,7 @@ def test_other_cuts_in_the_middle_lose_nothing() -> None:
         for rank, flats in enumerate(inputs):
             parts = [TensorSlice(flat, "before") for flat in flats[:-1]]
             parts.append(TensorSlice(flats[-1], "p0", residual=ranks.residuals[rank][0]))
-            reductions.append(split(Coarse(), parts, RngKey(0, step, rank), 3, rank, extra, ranks.owned[rank]))
+            reductions.append(split(Coarse(), parts, RngKey(0, step, rank), 3, extra, ranks.owned[rank]))
         lockstep(reductions)
         came += inputs[0][-1]
         for owned in ranks.owned:

@@ -76,10 +76,10 @@ class Ranks:
         if self.way == "gather":
             return gather(self.codec, parts, rng, self.size, extra)
         if self.way == "doubling":
-            return sparse_doubling(self.codec, parts, rng, self.size, rank, extra)
+            return sparse_doubling(self.codec, parts, rng, self.size, extra)
         if self.way == "split":
-            return sparse_split(self.codec, parts, rng, self.size, rank, extra)
-        return sparse_split_dense(self.codec, parts, rng, self.size, rank, extra, self.owned[rank], self.quantize)
+            return sparse_split(self.codec, parts, rng, self.size, extra)
+        return sparse_split_dense(self.codec, parts, rng, self.size, extra, self.owned[rank], self.quantize)
 
     def reductions(self, inputs: list[Tensor]) -> list[Reduction[Tensor]]:
         self.step += 1

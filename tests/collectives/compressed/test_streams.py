@@ -115,5 +115,4 @@ def test_fuzzed_streams_are_streams_or_refused() -> None:
 def test_beyond_the_limit_dense_is_shorter() -> None:
     """δ = N·v / (i + v)."""
     assert max_sparse_count(1_000_000) == 500_000
-    assert max_sparse_count(1000, index_bytes=4, value_bytes=0.5) == 111
     assert max_sparse_count(0) == 0

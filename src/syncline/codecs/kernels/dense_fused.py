@@ -1,17 +1,22 @@
-"""The loops of quantize, onebit, ternary and stochastic cast for the CPU: a block stays in the first-level cache.
+"""The loops of quantize, onebit, ternary, stochastic cast and powersgd for the CPU, compiled by numba.
 
-They give the same bits as `dense_reference.py`, where the formulas and layouts are written down. Whole numbers are cast
-after each step, because numba widens them to 64 bits, and a loop over wide numbers is four times slower.
+They give the same bits as `dense_reference.py`, where the formulas and layouts are written down, and as `powersgd.py`.
+A block stays in the first-level cache. Whole numbers are cast after each step, because numba widens them to 64 bits,
+and a loop over wide numbers is four times slower. Imported only if numba is installed: see `dispatch.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
 import numpy as np
 from numpy.typing import NDArray
-
-from syncline.codecs.kernels.compiled import Number, bits_of, jit
+from torch import Tensor
 
 __all__ = [
+    "Number",
     "cast_stochastic",
     "decode_onebit",
     "decode_quantize",
@@ -19,12 +24,17 @@ __all__ = [
     "encode_onebit",
     "encode_quantize",
     "encode_ternary",
+    "jit",
+    "orthonormal",
+    "product",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
+Number = Any
+"""A numpy scalar. Its dtype is inferred by numba; numpy's annotations lose it at the first operation."""
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
-Words = NDArray[np.uint64]
 
 LANES = 64
 SAFE_SCALE = np.float32(2.0**64)
@@ -34,9 +44,33 @@ ONES = np.uint64(0x0101010101010101)
 FINE, BAD_SCALE, BAD_CODE = 0, 1, 2
 
 
+def jit(function: F) -> F:
+    """Compile at the first call, without the GIL. The code is cached on disk if a folder is writable."""
+    try:
+        return cast("F", numba.njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # neither beside the source nor in the home directory: compile in each process
+        return cast("F", numba.njit(nogil=True)(function))
+
+
+@jit
+def mix32(x: Number) -> Number:
+    """As in `random_bits.py`. Each step is cast back, because numba widens integers."""
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@jit
+def bits_of(place: Number, key: Number) -> Number:
+    """The 32 random bits of an element."""
+    return mix32(np.uint32(np.uint32(place * np.uint32(0x9E3779B1)) ^ key))
+
+
 @jit
 def put_floats(values: Floats, body: Bytes) -> bool:
-    """Write floats byte by byte, since a body may begin anywhere; whether all are finite."""
+    """Write floats byte by byte, since a body may begin anywhere. Returns True if all are finite."""
     bits = values.view(np.uint32)
     finite = True
     for b in range(len(bits)):
@@ -48,7 +82,7 @@ def put_floats(values: Floats, body: Bytes) -> bool:
 
 @jit
 def get_floats(body: Bytes, count: int) -> Floats:
-    """The way back."""
+    """The inverse of `put_floats`."""
     values = np.empty(count, dtype=np.float32)
     bits = values.view(np.uint32)
     for b in range(count):
@@ -60,7 +94,7 @@ def get_floats(body: Bytes, count: int) -> Floats:
 
 @jit
 def are_scales(values: Floats) -> bool:
-    """Whether all are finite and not negative."""
+    """True if all are finite and not negative."""
     good = True
     for b in range(len(values)):
         good &= np.float32(0) <= values[b] < np.float32(np.inf)
@@ -68,11 +102,11 @@ def are_scales(values: Floats) -> bool:
 
 
 @jit
-def take(flat: Floats, residual: Floats, room: Floats) -> Floats:
-    """A block with what earlier steps left unsent; the block itself where nothing can be left."""
+def take(flat: Floats, residual: Floats, buffer: Floats) -> Floats:
+    """residual + flat, in `buffer`; `flat` itself if there is no residual."""
     if len(residual) == 0:
         return flat
-    block = room[: len(flat)]
+    block = buffer[: len(flat)]
     for j in range(len(flat)):
         block[j] = residual[j] + flat[j]
     return block
@@ -137,7 +171,7 @@ def pack_planes(codes: Bytes, bits: int, planes: Bytes) -> None:
 
 @jit
 def unpack_planes(planes: Bytes, bits: int, codes: Bytes) -> None:
-    """The way back."""
+    """The inverse of `pack_planes`."""
     words, source = codes.view(np.uint64), planes.view(np.uint64)
     m = len(words) // 8
     words[:] = np.uint64(0)
@@ -153,7 +187,7 @@ def unpack_planes(planes: Bytes, bits: int, codes: Bytes) -> None:
 
 @jit
 def put_planes(codes: Bytes, n: int, bits: int, rows: Bytes, planes: Bytes, body: Bytes) -> int:
-    """Pack a block's n codes into a body; how many bytes they took. Codes behind the last are zero."""
+    """Pack a block's n codes into a body. Returns the number of bytes. Codes behind the last are zero."""
     m = (n + 7) // 8
     wide = (m + 7) // 8 * 8
     source = codes
@@ -173,7 +207,7 @@ def put_planes(codes: Bytes, n: int, bits: int, rows: Bytes, planes: Bytes, body
 
 @jit
 def get_planes(codes: Bytes, n: int, bits: int, rows: Bytes, planes: Bytes, body: Bytes) -> int:
-    """Unpack a block's n codes from a body; how many bytes they took."""
+    """Unpack a block's n codes from a body. Returns the number of bytes."""
     m = (n + 7) // 8
     wide = (m + 7) // 8 * 8
     for p in range(bits):
@@ -207,7 +241,7 @@ def round_levels(block: Floats, codes: Bytes, scale: Number, most: int, stochast
 
 @jit
 def level_of(code: Number, most: Number, share: Number, scale: Number) -> Number:
-    """What a code stands for."""
+    """The value of a code."""
     return np.float32(np.float32(np.float32(np.int32(np.int32(code) - most)) * share) * scale)
 
 
@@ -216,19 +250,19 @@ def encode_quantize(
     flat: Floats,
     residual: Floats,
     body: Bytes,
-    bits: int,
     bucket: int,
+    bits: int,
     euclid: bool,
     stochastic: bool,
     start: int,
     key: int,
 ) -> bool:
-    """Scales and codes of a part; an empty residual stands for none. False: a scale is not finite."""
+    """Scales and codes of a part. No residual: it is empty. Returns False if a scale is not finite."""
     scales = np.empty((len(flat) + bucket - 1) // bucket, dtype=np.float32)
     most = np.int32((1 << (bits - 1)) - 1)
     share = np.float32(np.float32(1) / np.float32(most))
     lanes = np.empty(LANES, dtype=np.float64)
-    room = np.empty(min(bucket, len(residual)), dtype=np.float32)
+    buffer = np.empty(min(bucket, len(residual)), dtype=np.float32)
     codes = np.empty((bucket + 63) // 64 * 64, dtype=np.uint8)
     rows, planes = np.empty_like(codes), np.empty_like(codes)
     at = 4 * len(scales)
@@ -236,7 +270,7 @@ def encode_quantize(
         lo = b * bucket
         hi = min(lo + bucket, len(flat))
         left = residual[lo:hi]
-        block = take(flat[lo:hi], left, room)
+        block = take(flat[lo:hi], left, buffer)
         if euclid:
             scales[b] = np.float32(min(np.sqrt(squares(block, lanes)), LARGEST))
         else:
@@ -251,7 +285,7 @@ def encode_quantize(
 
 @jit
 def spare_code(body: Bytes, numel: int, bits: int, bucket: int) -> bool:
-    """Whether a body has a code with all bits set, which no level has."""
+    """True if a body has a code with all bits set, which no level has."""
     full = np.empty((bucket + 7) // 8, dtype=np.uint8)
     found = np.uint8(0)
     at = 0
@@ -270,7 +304,7 @@ def spare_code(body: Bytes, numel: int, bits: int, bucket: int) -> bool:
 
 
 @jit
-def decode_quantize(body: Bytes, out: Floats, bits: int, bucket: int, accumulate: bool) -> int:
+def decode_quantize(body: Bytes, out: Floats, bucket: int, bits: int, accumulate: bool) -> int:
     """Write or add what the codes say; nothing is written where the body is not `FINE`."""
     scales = get_floats(body, (len(out) + bucket - 1) // bucket)
     at = 4 * len(scales)
@@ -315,10 +349,10 @@ def two_means(block: Floats, upper: Doubles, lower: Doubles, means: Floats) -> N
 
 @jit
 def encode_onebit(flat: Floats, residual: Floats, body: Bytes, bucket: int) -> bool:
-    """Two means for each bucket, and signs; an empty residual stands for none. False: a mean is not finite."""
+    """Two means for each bucket, and signs. No residual: it is empty. Returns False if a mean is not finite."""
     means = np.empty((len(flat) + bucket - 1) // bucket * 2, dtype=np.float32)
     upper, lower = np.empty(LANES, dtype=np.float64), np.empty(LANES, dtype=np.float64)
-    room = np.empty(min(bucket, len(residual)), dtype=np.float32)
+    buffer = np.empty(min(bucket, len(residual)), dtype=np.float32)
     codes = np.empty((bucket + 63) // 64 * 64, dtype=np.uint8)
     rows, planes = np.empty_like(codes), np.empty_like(codes)
     at = 4 * len(means)
@@ -326,7 +360,7 @@ def encode_onebit(flat: Floats, residual: Floats, body: Bytes, bucket: int) -> b
         lo = b * bucket
         hi = min(lo + bucket, len(flat))
         left = residual[lo:hi]
-        block = take(flat[lo:hi], left, room)
+        block = take(flat[lo:hi], left, buffer)
         two_means(block, upper, lower, means[2 * b : 2 * b + 2])
         above, below = means[2 * b], means[2 * b + 1]
         for j in range(len(block)):
@@ -339,7 +373,7 @@ def encode_onebit(flat: Floats, residual: Floats, body: Bytes, bucket: int) -> b
 
 @jit
 def decode_onebit(body: Bytes, out: Floats, bucket: int, accumulate: bool) -> int:
-    """Write or add the mean that each sign stands for; nothing is written where the body is not `FINE`."""
+    """Write or add the mean of each sign; nothing is written where the body is not `FINE`."""
     means = get_floats(body, (len(out) + bucket - 1) // bucket * 2)
     for b in range(1, len(means), 2):
         means[b] = -means[b]
@@ -363,7 +397,7 @@ def decode_onebit(body: Bytes, out: Floats, bucket: int, accumulate: bool) -> in
 
 @jit
 def ternary_scales(flat: Floats, residual: Floats, block_size: int, shared: bool, clip: float) -> Floats:
-    """The scale of each block, or of all; `clip` of 0 stands for none."""
+    """The scale of each block, or of all; `clip` 0: no clipping."""
     count = (len(flat) + block_size - 1) // block_size
     tops = np.empty(count, dtype=np.float32)
     wide = 1
@@ -371,11 +405,11 @@ def ternary_scales(flat: Floats, residual: Floats, block_size: int, shared: bool
         wide *= 2
     sums = np.zeros(wide, dtype=np.float64)
     lanes = np.empty(LANES, dtype=np.float64)
-    room = np.empty(min(block_size, len(residual)), dtype=np.float32)
+    buffer = np.empty(min(block_size, len(residual)), dtype=np.float32)
     for b in range(count):
         lo = b * block_size
         hi = min(lo + block_size, len(flat))
-        block = take(flat[lo:hi], residual[lo:hi], room)
+        block = take(flat[lo:hi], residual[lo:hi], buffer)
         largest(block, tops[b : b + 1])
         if clip > 0:
             sums[b] = squares(block, lanes)
@@ -391,7 +425,7 @@ def ternary_scales(flat: Floats, residual: Floats, block_size: int, shared: bool
 
 @jit
 def put_threes(codes: Bytes, n: int, body: Bytes) -> int:
-    """Five digits of base 3 to a byte; how many bytes they took. Digits behind the last stand for zero."""
+    """Five digits of base 3 to a byte. Returns the number of bytes. Digits behind the last stand for zero."""
     m = (n + 4) // 5
     for j in range(n, 5 * m):
         codes[j] = np.uint8(1)
@@ -402,17 +436,17 @@ def put_threes(codes: Bytes, n: int, body: Bytes) -> int:
 
 
 @jit
-def get_threes(codes: Bytes, n: int, room: Bytes, body: Bytes) -> int:
-    """The way back."""
+def get_threes(codes: Bytes, n: int, digits: Bytes, body: Bytes) -> int:
+    """The inverse of `put_threes`."""
     m = (n + 4) // 5
     for j in range(m):
-        room[j] = body[j]
+        digits[j] = body[j]
     for k in range(5):
         row = codes[k * m : (k + 1) * m]
         for j in range(m):
-            third = np.uint8(np.uint16(np.uint16(room[j]) * np.uint16(171)) >> np.uint16(9))
-            row[j] = np.uint8(room[j] - np.uint8(third * np.uint8(3)))
-            room[j] = third
+            third = np.uint8(np.uint16(np.uint16(digits[j]) * np.uint16(171)) >> np.uint16(9))
+            row[j] = np.uint8(digits[j] - np.uint8(third * np.uint8(3)))
+            digits[j] = third
     return m
 
 
@@ -420,11 +454,11 @@ def get_threes(codes: Bytes, n: int, room: Bytes, body: Bytes) -> int:
 def encode_ternary(
     flat: Floats, residual: Floats, body: Bytes, block_size: int, shared: bool, clip: float, start: int, key: int
 ) -> bool:
-    """Scales and digits of a part; an empty residual stands for none. False: a scale is not finite."""
+    """Scales and digits of a part. No residual: it is empty. Returns False if a scale is not finite."""
     scales = ternary_scales(flat, residual, block_size, shared, clip)
     if not put_floats(scales, body):
         return False
-    room = np.empty(min(block_size, len(residual)), dtype=np.float32)
+    buffer = np.empty(min(block_size, len(residual)), dtype=np.float32)
     codes = np.empty(block_size + 4, dtype=np.uint8)
     mark = np.uint32(key)
     at = 4 * len(scales)
@@ -432,7 +466,7 @@ def encode_ternary(
         lo = b * block_size
         hi = min(lo + block_size, len(flat))
         left = residual[lo:hi]
-        block = take(flat[lo:hi], left, room)
+        block = take(flat[lo:hi], left, buffer)
         scale = scales[0 if shared else b]
         factor = fit(scale)
         each = np.float32(np.float32(1 << 24) / np.float32(scale * factor)) if scale > 0 else np.float32(0)
@@ -463,10 +497,10 @@ def decode_ternary(body: Bytes, out: Floats, block_size: int, shared: bool, accu
     if most > np.uint8(242):
         return BAD_CODE
     codes = np.empty(block_size + 4, dtype=np.uint8)
-    room = np.empty((block_size + 4) // 5, dtype=np.uint8)
+    digits = np.empty((block_size + 4) // 5, dtype=np.uint8)
     for b in range(count):
         row = out[b * block_size : min((b + 1) * block_size, len(out))]
-        at += get_threes(codes, len(row), room, body[at:])
+        at += get_threes(codes, len(row), digits, body[at:])
         scale = scales[0 if shared else b]
         if accumulate:
             for j in range(len(row)):
@@ -500,3 +534,67 @@ def cast_stochastic(
                 rest = np.int32(np.float32(steps - np.float32(low)) * np.float32(1 << 24))
                 half = np.uint32(low + np.int32(np.int32(random >> np.uint32(8)) < rest))
         halves[j] = np.int16(np.uint16(min(half, top) | sign))
+
+
+def orthonormal(columns: Tensor, dependent: float) -> None:
+    """Modified Gram-Schmidt of the rows of a float64 tensor, in place."""
+    _orthonormal(columns.numpy(), dependent)
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Σ_k left[k]ᵀ right[k] into `out`, the terms of an element in the order of k."""
+    _product(left.numpy(), right.numpy(), out.numpy())
+
+
+@jit
+def _total(row: Number) -> Number:
+    """Pairwise summation; overwrites `row`."""
+    count = row.shape[0]
+    if count == 0:
+        return 0.0
+    while count > 1:
+        half = (count + 1) // 2
+        for index in range(count - half):
+            row[index] += row[half + index]
+        count = half
+    return row[0]
+
+
+@jit
+def _orthonormal(columns: Number, dependent: Number) -> None:
+    count, length = columns.shape
+    scratch = np.empty(length, np.float64)
+    for index in range(count):
+        column = columns[index]
+        for place in range(length):
+            scratch[place] = column[place] * column[place]
+        before = _total(scratch)
+        for earlier in range(index):
+            other = columns[earlier]
+            for place in range(length):
+                scratch[place] = other[place] * column[place]
+            shared = _total(scratch)
+            for place in range(length):
+                column[place] -= shared * other[place]
+        for place in range(length):
+            scratch[place] = column[place] * column[place]
+        after = _total(scratch)
+        if after <= dependent * dependent * before:
+            column[:] = 0.0
+        else:
+            norm = np.sqrt(after)
+            for place in range(length):
+                column[place] /= norm
+
+
+@jit
+def _product(left: Number, right: Number, out: Number) -> None:
+    for row in range(out.shape[0]):
+        into = out[row]
+        first, factor = right[0], left[0, row]
+        for place in range(into.shape[0]):
+            into[place] = factor * first[place]
+        for index in range(1, left.shape[0]):
+            other, factor = right[index], left[index, row]
+            for place in range(into.shape[0]):
+                into[place] += factor * other[place]

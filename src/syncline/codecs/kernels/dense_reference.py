@@ -97,18 +97,18 @@ def reciprocal(scales: Tensor, factor: Tensor, top: int) -> Tensor:
 
 
 def total(flat: Tensor, residual: Tensor) -> Tensor:
-    """What is to be sent; an empty residual stands for none."""
+    """What is to be sent; an empty residual means that there is none."""
     return residual + flat if residual.numel() else flat
 
 
 def put_floats(values: Tensor, body: Tensor) -> bool:
-    """Write floats as bytes; whether all are finite."""
+    """Write floats as bytes. Returns True if all are finite."""
     body[: 4 * values.numel()].copy_(values.view(-1).view(torch.uint8))
     return bool(values.isfinite().all())
 
 
 def get_floats(body: Tensor, count: int) -> Tensor:
-    """The way back. They are copied, because a body may begin anywhere and a float may not."""
+    """The inverse of `put_floats`. They are copied, because a body may begin anywhere and a float may not."""
     values = torch.empty(count, device=body.device, dtype=torch.float32)
     values.view(torch.uint8).copy_(body[: 4 * count])
     return values
@@ -125,8 +125,8 @@ def encode_quantize(
     flat: Tensor,
     residual: Tensor,
     body: Tensor,
-    bits: int,
     bucket: int,
+    bits: int,
     euclid: bool,
     stochastic: bool,
     start: int,
@@ -134,7 +134,7 @@ def encode_quantize(
 ) -> bool:
     """code = ⌊x L/s + u⌋ + L, in fixed point with 23 bits after the point; u is random in [0, 1), or ½.
 
-    An empty residual stands for none. False: a scale is not finite.
+    An empty residual means that there is none. Returns False if a scale is not finite.
     """
     most = (1 << (bits - 1)) - 1
     scales = torch.empty(-(-flat.numel() // bucket), device=flat.device, dtype=torch.float32)
@@ -166,7 +166,7 @@ def levels_of(codes: Tensor, most: int, scales: Tensor) -> Tensor:
     return ((codes - most).float() * share) * scales[:, None]
 
 
-def decode_quantize(body: Tensor, out: Tensor, bits: int, bucket: int, accumulate: bool) -> int:
+def decode_quantize(body: Tensor, out: Tensor, bucket: int, bits: int, accumulate: bool) -> int:
     """x = ((code − L) · 1/L) · s. A code with all bits set is no level.
 
     Nothing is written where the body is not `FINE`.
@@ -192,7 +192,7 @@ def decode_quantize(body: Tensor, out: Tensor, bits: int, bucket: int, accumulat
 def encode_onebit(flat: Tensor, residual: Tensor, body: Tensor, bucket: int) -> bool:
     """For each bucket the mean of those that are not negative and of those that are; a set bit is negative.
 
-    An empty residual stands for none. False: a mean is not finite.
+    An empty residual means that there is none. Returns False if a mean is not finite.
     """
     means = torch.empty(-(-flat.numel() // bucket), 2, device=flat.device, dtype=torch.float32)
     values, at = total(flat, residual), 4 * means.numel()
@@ -209,13 +209,13 @@ def encode_onebit(flat: Tensor, residual: Tensor, body: Tensor, bucket: int) -> 
         body[at : at + packed.numel()] = packed
         at += packed.numel()
         if residual.numel():
-            said = torch.where(negative, pairs[:, 1:], pairs[:, :1])
-            residual[lo : lo + count * n] = (rows - said).view(-1)
+            sent = torch.where(negative, pairs[:, 1:], pairs[:, :1])
+            residual[lo : lo + count * n] = (rows - sent).view(-1)
     return put_floats(means, body)
 
 
 def decode_onebit(body: Tensor, out: Tensor, bucket: int, accumulate: bool) -> int:
-    """The mean that each sign stands for. Nothing is written where the body is not `FINE`."""
+    """The mean of each sign. Nothing is written where the body is not `FINE`."""
     means = get_floats(body, -(-out.numel() // bucket) * 2).view(-1, 2)
     if not bool(means.isfinite().all() & (means[:, 0] >= 0).all() & (means[:, 1] <= 0).all()):
         return BAD_SCALE
@@ -251,7 +251,7 @@ def encode_ternary(
 ) -> bool:
     """digit = 1 + sign(x) [u < |x|/s], u of 24 bits.
 
-    An empty residual stands for none. False: a scale is not finite.
+    An empty residual means that there is none. Returns False if a scale is not finite.
     """
     scales = ternary_scales(flat, residual, block_size, shared, clip)
     if not put_floats(scales, body):

@@ -1,6 +1,6 @@
 """The kernels of the codecs: numba's (fused) on the CPU where it is installed, plain torch (reference) elsewhere.
 
-Both give the same bits. The body of a dense codec begins with its scales, which the kernels check.
+Both give the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +20,9 @@ from torch import Tensor
 from syncline.codecs.kernels import dense_reference as reference
 
 __all__ = [
+    "DenseKernel",
     "SparseKernels",
     "cast_stochastic",
-    "decode_onebit",
-    "decode_quantize",
-    "decode_ternary",
-    "encode_onebit",
-    "encode_quantize",
-    "encode_ternary",
     "fused",
     "has_numba",
     "needs_compiling",
@@ -106,64 +101,37 @@ def sparse_kernels(tensor: Tensor) -> SparseKernels:
 FAULTS = {
     reference.FINE: "",
     reference.BAD_SCALE: "a scale that is NaN, Inf or of the wrong sign",
-    reference.BAD_CODE: "a code that stands for nothing",
+    reference.BAD_CODE: "a code without a value",
 }
 
 
-def encode_quantize(
-    flat: Tensor,
-    residual: Tensor | None,
-    body: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    euclid: bool,
-    stochastic: bool,
-    start: int,
-    key: int,
-) -> bool:
-    """Write scales and packed codes. A residual is added first, then holds the rest. Returns False for NaN or Inf."""
-    tensors = (flat, _residual(flat, residual), body)
-    return bool(_run("encode_quantize", tensors, bits, _block(bucket, flat), euclid, stochastic, start, key))
+class DenseKernel(NamedTuple):
+    """The kernels `encode_NAME` and `decode_NAME` of a dense codec, with the arguments that follow from its options.
 
-
-def decode_quantize(body: Tensor, out: Tensor, *, bits: int, bucket: int, accumulate: bool) -> str:
-    """Write or add. Returns an empty text, or what is wrong; then nothing is written."""
-    return FAULTS[_run("decode_quantize", (body, out), bits, _block(bucket, out), accumulate)]
-
-
-def encode_onebit(flat: Tensor, residual: Tensor | None, body: Tensor, *, bucket: int) -> bool:
-    """Write means and signs. A residual is added first, and then holds the rest. Returns False for NaN or Inf."""
-    return bool(_run("encode_onebit", (flat, _residual(flat, residual), body), _block(bucket, flat)))
-
-
-def decode_onebit(body: Tensor, out: Tensor, *, bucket: int, accumulate: bool) -> str:
-    """Write or add. Returns an empty text, or what is wrong; then nothing is written."""
-    return FAULTS[_run("decode_onebit", (body, out), _block(bucket, out), accumulate)]
-
-
-def encode_ternary(
-    flat: Tensor,
-    residual: Tensor | None,
-    body: Tensor,
-    *,
-    block: int,
-    shared: bool,
-    clip: float,
-    start: int,
-    key: int,
-) -> bool:
-    """Write one scale if `shared`, or one for each block, and digits. `clip` 0: no clipping.
-
-    A residual is added first, and then holds the rest. Returns False for NaN or Inf.
+    A body begins with scales, which `decode` checks.
     """
-    tensors = (flat, _residual(flat, residual), body)
-    return bool(_run("encode_ternary", tensors, _block(block, flat), shared, float(clip), start, key))
 
+    name: str
+    block: int
+    """Number of elements packed together."""
+    layout: tuple[Any, ...] = ()
+    """Arguments of both kernels, after the block."""
+    rounding: tuple[Any, ...] = ()
+    """Further arguments of `encode`."""
 
-def decode_ternary(body: Tensor, out: Tensor, *, block: int, shared: bool, accumulate: bool) -> str:
-    """Write or add. Returns an empty text, or what is wrong; then nothing is written."""
-    return FAULTS[_run("decode_ternary", (body, out), _block(block, out), shared, accumulate)]
+    def encode(self, flat: Tensor, residual: Tensor | None, body: Tensor, *random: int) -> bool:
+        """Write a body. Returns False for NaN or Inf. A residual is added first, and then holds the rest.
+
+        `random`: start and key of the random bits, if the codec draws any.
+        """
+        tensors = (flat, flat[:0] if residual is None else residual, body)
+        return bool(
+            _run("encode_" + self.name, tensors, flat.numel(), self.block, *self.layout, *self.rounding, *random)
+        )
+
+    def decode(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
+        """Write or add. Returns an empty text, or what is wrong; then nothing is written."""
+        return FAULTS[_run("decode_" + self.name, (body, out), out.numel(), self.block, *self.layout, accumulate)]
 
 
 def cast_stochastic(values: Tensor, halves: Tensor, *, limit: int, start: int, key: int) -> None:
@@ -177,18 +145,10 @@ def cast_stochastic(values: Tensor, halves: Tensor, *, limit: int, start: int, k
         reference.cast_stochastic(values, bits, brain, limit, start, key)
 
 
-def _residual(flat: Tensor, residual: Tensor | None) -> Tensor:
-    return flat[:0] if residual is None else residual
-
-
-def _block(block: int, flat: Tensor) -> int:
-    """A block that is not longer than the tensor: the kernels allocate one."""
-    return max(1, min(block, flat.numel()))
-
-
-def _run(name: str, tensors: tuple[Tensor, ...], *arguments: Any) -> Any:
+def _run(name: str, tensors: tuple[Tensor, ...], numel: int, block: int, *arguments: Any) -> Any:
+    block = max(1, min(block, numel))  # the kernels allocate a block
     if fused(tensors[0]):
         from syncline.codecs.kernels import dense_fused
 
-        return getattr(dense_fused, name)(*[each.detach().numpy() for each in tensors], *arguments)
-    return getattr(reference, name)(*tensors, *arguments)
+        return getattr(dense_fused, name)(*map(Tensor.numpy, map(Tensor.detach, tensors)), block, *arguments)
+    return getattr(reference, name)(*tensors, block, *arguments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["MASK", "POSITION_FACTOR", "mix32", "random_bits", "uniform"]
+__all__ = ["MASK", "POSITION_FACTOR", "mix32", "random_bits"]
 
 MASK = 0xFFFFFFFF
 POSITION_FACTOR = 0x9E3779B1
@@ -37,12 +37,3 @@ def random_bits(key: int, start: int, numel: int, device: torch.device | str = "
     """
     place = torch.arange(start, start + numel, dtype=torch.int64, device=device) & MASK
     return mix32(((place * POSITION_FACTOR) & MASK) ^ key)  # a wrap of the product keeps the low 32 bits
-
-
-def uniform(key: int, start: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
-    """Numbers in [0, 1) from the upper 24 bits, exact in float32.
-
-    >>> bool((uniform(7, 0, 1000) < 1).all())
-    True
-    """
-    return (random_bits(key, start, numel, device) >> 8).to(torch.float32) * 2.0**-24

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.codecs.kernels.compiled import Number, jit
-from syncline.codecs.kernels.dense_fused import decode_quantize, encode_quantize
+from syncline.codecs.kernels.dense_fused import Number, decode_quantize, encode_quantize, jit
 from syncline.codecs.kernels.indices import BITMAP, IndexLayout, broken
 from syncline.errors import IncompatibleError
 
@@ -41,14 +40,13 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 STILL = np.empty(0, np.float32)
 """No velocity."""
 COUNT_BYTES = 4
-"""Size of the count before the indices."""
 NOT_FINITE = -1
 
 
 def largest(flat: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The k of largest magnitude, in order; of equal ones the first."""
     total, added = _arrays(flat, residual)
-    indices, values = _room(flat.numel(), k)
+    indices, values = _new_stream(flat.numel(), k)
     _largest(added, total, residual is not None, k, indices.numpy(), values.numpy(), STILL, np.float32(0))
     return indices, values
 
@@ -58,7 +56,7 @@ def largest_of_buckets(flat: Tensor, residual: Tensor | None, k: int, bucket: in
     total, added = _arrays(flat, residual)
     whole, rest = divmod(flat.numel(), bucket)
     count = whole * min(k, bucket) + min(k, rest)
-    indices, values = _room(flat.numel(), count + 1)  # one is noted before it is known whether it stays
+    indices, values = _new_stream(flat.numel(), count + 1)  # one is noted before it is known whether it stays
     _largest_of_buckets(added, total, residual is not None, k, bucket, indices.numpy(), values.numpy())
     return indices[:count], values[:count]
 
@@ -67,10 +65,10 @@ def at_least(flat: Tensor, residual: Tensor | None, threshold: float) -> tuple[T
     """All of at least this magnitude, and NaN, in order."""
     total, added = _arrays(flat, residual)
     limit, both = np.float32(threshold), residual is not None
-    found, values = _room(flat.numel(), flat.numel() // 16 + 8)
+    found, values = _new_stream(flat.numel(), flat.numel() // 16 + 8)
     count = _gather(added, total, both, limit, found.numpy(), STILL, np.float32(0))
     if count > found.numel() - 8:
-        found, values = _room(flat.numel(), _count(total, limit) + 8)
+        found, values = _new_stream(flat.numel(), _count(total, limit) + 8)
         count = _gather(total, total, False, limit, found.numpy(), STILL, np.float32(0))
     found, values = found[:count], values[:count]
     _lift(total, both, found.numpy(), values.numpy())
@@ -111,7 +109,7 @@ def merge(indices: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> tupl
 
 
 def _arrays(flat: Tensor, residual: Tensor | None) -> tuple[Any, Any]:
-    """Where the sum is to lie, and what is added to it; without a residual the gradient is the sum already."""
+    """The memory of the sum, and what is added to it. Without a residual the gradient is the sum already."""
     total = flat if residual is None else residual
     if total.shape != flat.shape or total.dtype != torch.float32 or not total.is_contiguous():
         # compiled code checks no bounds
@@ -121,7 +119,7 @@ def _arrays(flat: Tensor, residual: Tensor | None) -> tuple[Any, Any]:
     return total.numpy(), flat.numpy()
 
 
-def _room(numel: int, count: int) -> tuple[Tensor, Tensor]:
+def _new_stream(numel: int, count: int) -> tuple[Tensor, Tensor]:
     indices = torch.empty(count, dtype=torch.int32 if numel < 2**31 else torch.int64)
     return indices, torch.empty(count, dtype=torch.float32)
 
@@ -133,7 +131,7 @@ def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any, velo
     With a velocity that is what is added, once momentum times it and `added` have become the new one.
     Comparing a stretch into bytes is vectorised; then eight of them are looked at as one word, and most are 0.
     """
-    room, count = found.size - 8, 0
+    capacity, count = found.size - 8, 0
     hits = np.zeros(STRETCH, np.uint8)
     words = hits.view(np.uint64)
     for start in range(0, total.size, STRETCH):
@@ -149,7 +147,7 @@ def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any, velo
         for i in range(here.size, STRETCH):
             hits[i] = 0
         for word in range(words.size):
-            if words[word] != 0 and count <= room:
+            if words[word] != 0 and count <= capacity:
                 for i in range(8 * word, 8 * word + 8):
                     found[count] = start + i
                     count += np.int64(hits[i])
@@ -268,7 +266,8 @@ def _reach(bits: Any, size: int, limit: Any) -> Any:
 def _last_kept(bits: Any, size: int, keep: int, guess: int) -> tuple[int, int]:
     """A magnitude that the `keep` largest reach and, where they are unlike, no other; and how many reach it.
 
-    Counting who reaches a number is vectorised, so numbers are tried: near the guess, then ever further, then between.
+    Counting the magnitudes that reach a limit is vectorised, so limits are tried: near the guess, then further away,
+    then by bisection.
     """
     low, high, reach, tried, stride = np.int64(0), np.int64(1 << 31), np.int64(size), np.int64(guess), np.int64(1 << 19)
     while reach > keep and high - low > 1:
@@ -326,20 +325,20 @@ def _set_bits(indices: Any, out: Any) -> None:
 
 @jit
 def _get_bits(packed: Any, numel: int, out: Any) -> int:
-    """The places of the bits that are set; -1 where there are other than `out` has room for, or one is too far."""
-    count, room = 0, out.size
-    places = np.empty(room + 8, out.dtype)
+    """The places of the bits that are set; -1 if `out` has another size, or a place is beyond `numel`."""
+    count, capacity = 0, out.size
+    places = np.empty(capacity + 8, out.dtype)
     for at in range(packed.size):
         byte = np.int64(packed[at])
         if byte != 0:
-            if count > room:
+            if count > capacity:
                 return -1
             for bit in range(8):
                 places[count] = 8 * at + bit
                 count += (byte >> bit) & 1
-    if count != room or (room > 0 and places[room - 1] >= numel):
+    if count != capacity or (capacity > 0 and places[capacity - 1] >= numel):
         return -1
-    for j in range(room):  # numba takes seconds to compile the same as slices
+    for j in range(capacity):  # numba takes seconds to compile the same as slices
         out[j] = places[j]
     return count
 
@@ -430,14 +429,14 @@ def write_largest(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
 ) -> int:
-    """Choose, write count, indices and values, and leave in the residual what they do not say; 0 or `NOT_FINITE`.
+    """Choose, write count, indices and values, and leave the rest in the residual. Returns 0 or `NOT_FINITE`.
 
     A velocity needs a residual.
 
-    `quantizer` is bits, bucket, whether the norm is Euclid's, and whether rounding is stochastic.
+    `quantizer` is bits, bucket, True for the Euclidean norm, and True for stochastic rounding.
     """
     total, added = _arrays(flat, residual)
-    indices, values = _room(flat.numel(), k)
+    indices, values = _new_stream(flat.numel(), k)
     bits, bucket, euclid, stochastic = quantizer
     arrays = (added, total, residual is not None, indices.numpy(), values.numpy(), body.numpy())
     moving = STILL if velocity is None else velocity.numpy()
@@ -447,7 +446,7 @@ def write_largest(
 
 
 def read_rows(rows: Tensor, out: Tensor, count: int, plan: IndexLayout, bits: int, bucket: int, scale: float) -> int:
-    """The sum of what rows of bodies say, `scale` times; 0, or a row's number and one more where it cannot be."""
+    """Decode `scale` times the sum of all bodies, one per row. Returns 0, or the number of an invalid row plus 1."""
     found: int = _read(
         rows.numpy(), out.numpy(), count, plan.low, plan.first, plan.nbytes, bits, bucket, np.float32(scale)
     )
@@ -480,7 +479,7 @@ def _write(
     for j in range(k):
         finite &= np.isfinite(values[j])
     if not finite:
-        if both:  # as it was before, as far as it can be known
+        if both:  # restore it, as far as it is known
             for j in range(k):
                 total[indices[j]] = values[j]
             more = velocity if velocity.size else added
@@ -499,12 +498,12 @@ def _write(
         _set_bits(indices, packed)
     else:
         _pack(indices, low, first, packed)
-    unsaid = np.zeros(k if both else 0, np.float32)
+    lost = np.zeros(k if both else 0, np.float32)
     encode_quantize(
-        values, unsaid, body[COUNT_BYTES + nbytes :], bits, max(1, min(bucket, k)), euclid, stochastic, start, key
+        values, lost, body[COUNT_BYTES + nbytes :], max(1, min(bucket, k)), bits, euclid, stochastic, start, key
     )
-    for j in range(unsaid.size):
-        total[indices[j]] = unsaid[j]
+    for j in range(lost.size):
+        total[indices[j]] = lost[j]
     return 0
 
 
@@ -524,16 +523,16 @@ def _read(
     out[:] = 0
     for row in range(rows.shape[0]):
         body = rows[row]
-        told = np.int64(0)
+        announced = np.int64(0)
         for place in range(4):
-            told |= np.int64(body[place]) << (8 * place)
+            announced |= np.int64(body[place]) << (8 * place)
         packed = body[COUNT_BYTES : COUNT_BYTES + nbytes]
-        if told != count:
+        if announced != count:
             return row + 1
         read = _get_bits(packed, out.size, indices) if low == BITMAP else _unpack(packed, out.size, low, first, indices)
         if read != count:
             return row + 1
-        if decode_quantize(body[COUNT_BYTES + nbytes :], values, bits, max(1, min(bucket, count)), False) != 0:
+        if decode_quantize(body[COUNT_BYTES + nbytes :], values, max(1, min(bucket, count)), bits, False) != 0:
             return row + 1
         if row == 0:
             for j in range(count):

@@ -7,7 +7,6 @@ from syncline.collectives.compressed.allreduce import (
     NonfiniteGuard,
     check_collective,
     compressed_allreduce,
-    is_sparse,
 )
 from syncline.collectives.compressed.requests import LaunchedRequest, Reduction, Request, RequestExecutor
 
@@ -22,5 +21,4 @@ __all__ = [
     "RequestExecutor",
     "check_collective",
     "compressed_allreduce",
-    "is_sparse",
 ]

@@ -7,16 +7,16 @@ one with the least predicted time on this network. `compressed_allreduce` is the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from syncline.codecs import Chain, Codec, PayloadCodec, PowerSGD, Quantize, RngKey, SparseCodec, TensorSlice
-from syncline.collectives.compressed.cost import choose
+from syncline.codecs import Chain, Codec, PayloadCodec, Quantize, RngKey, TensorSlice
+from syncline.codecs.base import all_finite
+from syncline.collectives.compressed.cost import predict_collectives
 from syncline.collectives.compressed.gather_split import OwnerResiduals, gather, reclaim_residuals, split
 from syncline.collectives.compressed.requests import Reduction, Sum
-from syncline.collectives.compressed.sparse import sparse_doubling, sparse_split, sparse_split_dense
+from syncline.collectives.compressed.sparse import is_sparse, sparse_doubling, sparse_split, sparse_split_dense
 from syncline.collectives.schedules import AUTO, NATIVE, build
 from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.specs import Registry
@@ -29,7 +29,6 @@ __all__ = [
     "NonfiniteGuard",
     "check_collective",
     "compressed_allreduce",
-    "is_sparse",
 ]
 
 COMPRESSED_COLLECTIVES = ("gather", "split", "sparse_doubling", "sparse_split", "sparse_split_dense")
@@ -101,7 +100,7 @@ class CompressedCollectives:
         bits = codec.rest.bits if isinstance(codec, Chain) and isinstance(codec.rest, Quantize) else None
         second = None if bits is None else Quantize(bits)
         step = codec.traits.steady_from_step
-        seconds = choose(codec, sizes, network(), size, step=step, quantize=second).seconds
+        seconds = predict_collectives(codec, sizes, network(), size, step=step, quantize=second)
         found = min(seconds, key=lambda name: seconds[name] * (1.0 if name == "gather" else PREFER_GATHER_RATIO))
         self.choices[key] = repr(CompressedCollective(found, bits if found == "sparse_split_dense" else None))
         self._resolved.clear()
@@ -111,7 +110,7 @@ class CompressedCollectives:
         assert isinstance(codec, PayloadCodec), f"{codec!r} gives bytes"
         found, step = self.resolve(codec, sizes), codec.traits.steady_from_step
         assert found is not None, f"{codec!r} is not allreducible"
-        return choose(codec, sizes, network, size, step=step, quantize=found.quantize).seconds[found.name]
+        return predict_collectives(codec, sizes, network, size, step=step, quantize=found.quantize)[found.name]
 
     def adopt(self, choices: Mapping[str, str]) -> dict[str, str]:
         """Use an earlier run's choices. Returns those that are not about payloads."""
@@ -120,23 +119,32 @@ class CompressedCollectives:
         return {key: name for key, name in choices.items() if not key.startswith(CHOICE_PREFIX)}
 
 
-class NonfiniteGuard(Protocol):
-    """Keeps NaN and Inf away from codecs, which cannot encode them, and writes the control numbers."""
+class NonfiniteGuard:
+    """Keeps NaN and Inf away from codecs, which cannot encode them, and writes the control numbers.
+
+    `note` records a slice with NaN or Inf. `write_control` writes the control numbers, if they belong to this bucket.
+    """
+
+    def __init__(self, note: Callable[[TensorSlice], None], write_control: Callable[[], None]) -> None:
+        self._note = note
+        self.write_control = write_control
 
     def check(self, parts: Sequence[TensorSlice], with_residual: bool = False) -> None:
-        """Check slices before they are encoded, then write the control numbers if they belong to this bucket.
+        """Check slices before they are encoded, then write the control numbers.
 
         `with_residual`: check the sum with the residual. A slice with NaN or Inf becomes zeros without state.
         """
-        ...
+        for part in parts:
+            if not all_finite(part.flat + part.residual if with_residual and part.residual is not None else part.flat):
+                self._note(part)
+                part.flat.zero_()
+                part.drop_own_state()
+        self.write_control()
 
     def report(self, part: TensorSlice) -> None:
         """The codec has detected NaN or Inf in a slice and sends zeros. The control numbers are written again."""
-        ...
-
-    def write_control(self) -> None:
-        """Write the control numbers if they belong to this bucket."""
-        ...
+        self._note(part)
+        self.write_control()
 
 
 def compressed_allreduce(
@@ -144,7 +152,6 @@ def compressed_allreduce(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     collective: CompressedCollective | None,
-    rank: int,
     size: int,
     control: Tensor | None,
     guard: NonfiniteGuard,
@@ -174,7 +181,7 @@ def compressed_allreduce(
     if name == "gather":
         rows = yield from gather(codec, parts, rng, size, extra, scale=1 / size, report=guard.report)
         return rows
-    work = (codec, parts, rng, size, rank, extra)
+    work = (codec, parts, rng, size, extra)
     if name == "split":
         rows = yield from split(*work, owner_residuals)
     elif name == "sparse_doubling":
@@ -190,11 +197,6 @@ def compressed_allreduce(
 def check_collective(collective: str, codec: Codec | None) -> None:
     """Refuse a collective that does not exist, or not for this codec."""
     CompressedCollectives(collective, codec)
-
-
-def is_sparse(codec: Codec) -> bool:
-    """True if the codec's payload holds selected elements, so that payloads can be merged as sparse streams."""
-    return isinstance(codec.first if isinstance(codec, Chain) else codec, SparseCodec)
 
 
 def _sum_rounds(
@@ -248,7 +250,7 @@ def _check_schedule(collective: str, codec: Codec | None) -> None:
 
 def _check_compressed(collective: CompressedCollective, codec: Codec) -> None:
     for each in codec.alternatives():
-        if not isinstance(each, PayloadCodec) or isinstance(getattr(each, "first", None), PowerSGD):
+        if not isinstance(each, PayloadCodec) or each.traits.residual_needs_sum:
             raise IncompatibleError(
                 f"algorithm={collective!r} is for payloads, and {each!r} sums on the wire: use 'auto'"
             )

@@ -20,80 +20,49 @@ messages. A `sparse_split` of little data does not gather the lengths of sums; i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from syncline.codecs.base import HEADER, PayloadCodec, max_payload_bytes
-from syncline.codecs.chain import Chain
-from syncline.codecs.sparse import SparseCodec
 from syncline.collectives.base import largest_power_of_two
-from syncline.collectives.compressed.sparse import MAX_PADDING_BYTES, selector, stream_bytes
-from syncline.errors import SpecError
+from syncline.collectives.compressed.sparse import MAX_PADDING_BYTES, is_sparse, selector, stream_bytes
 from syncline.transports import Network
 
-__all__ = ["CollectiveChoice", "choose", "codec_advice", "expected_density"]
+__all__ = ["predict_collectives"]
 
 
-@dataclass(frozen=True)
-class CollectiveChoice:
-    """The fastest compressed collective, and the predicted seconds of each."""
-
-    collective: str
-    seconds: Mapping[str, float]
-
-
-def choose(
+def predict_collectives(
     codec: PayloadCodec,
     sizes: Sequence[int],
     network: Network,
     size: int,
     *,
     step: int = 0,
-    density: float | None = None,
     quantize: PayloadCodec | None = None,
-) -> CollectiveChoice:
-    """The fastest collective for a bucket of slices of these sizes, on `size` ranks.
+) -> dict[str, float]:
+    """Predicted seconds of each collective that a codec can use, for slices of these sizes on `size` ranks.
 
-    `density` is the share of elements that a rank sends, for codecs that do not define it (threshold). `quantize` is
-    the codec of sums in the dense phase of `sparse_split_dense`.
+    `quantize` is the codec of sums in the dense phase of `sparse_split_dense`. A codec that does not define how many
+    elements it selects (threshold) counts as if it selected all.
 
     >>> from syncline.codecs.raw import Raw
     >>> fast = Network(latency=50e-6, bandwidth=1e9)
-    >>> choose(Raw(), [1_000_000], fast, 2).collective, choose(Raw(), [1_000_000], fast, 16).collective
-    ('gather', 'split')
+    >>> seconds = [predict_collectives(Raw(), [1_000_000], fast, ranks) for ranks in (2, 16)]
+    >>> [min(each, key=each.get) for each in seconds]
+    ['gather', 'split']
     """
-    if density is not None and not 0 <= density <= 1:
-        raise SpecError(f"density={density}: a share of the elements is from 0 to 1")
-    if isinstance(codec.first if isinstance(codec, Chain) else codec, SparseCodec):
-        seconds = _Sparse(codec, sizes, network, size, step, density).seconds(quantize)
-    else:
-        seconds = _dense(codec, sizes, network, size, step)
-    return CollectiveChoice(min(seconds, key=lambda name: seconds[name]), seconds)
-
-
-def codec_advice(dense_seconds: float, codec_seconds: float, spec: str) -> str | None:
-    """A warning if the codec makes steps slower: the communication time of a step without it and with it.
-
-    >>> codec_advice(0.031, 0.044, "topk(0.01)")
-    'agreeing takes 31 ms a step dense and 44 ms with topk(0.01): this network is fast enough; use codec=None'
-    >>> codec_advice(0.5, 0.02, "topk(0.01)") is None
-    True
-    """
-    if codec_seconds < dense_seconds:
-        return None
-    return (
-        f"agreeing takes {_milliseconds(dense_seconds)} a step dense and {_milliseconds(codec_seconds)} with {spec}: "
-        "this network is fast enough; use codec=None"
-    )
-
-
-def expected_density(density: float, ranks: int) -> float:
-    """The share of nonzero elements in the sum of `ranks` ranks that select independently.
-
-    >>> expected_density(0.5, 2)
-    0.75
-    """
-    return 1 - (1 - density) ** ranks
+    requests, numel = _RequestSeconds(network, size), sum(sizes)
+    payload = max_payload_bytes(codec, sizes, step)
+    lengths = 0.0 if codec.traits.fixed_length else requests.gather(8)
+    if is_sparse(codec):
+        selected = sum(selector(codec)[0].max_selected(each, step) for each in sizes)
+        dense = max_payload_bytes(quantize, [numel // size], step) if quantize is not None else 4 * (numel // size)
+        return _Sparse(requests, size, numel, selected, payload).seconds(lengths, dense)
+    shard = HEADER.size + (payload - HEADER.size) / size
+    return {
+        "gather": lengths + requests.gather(payload) + 4 * size * numel * requests.gamma,
+        "split": 2 * lengths + requests.scatter(shard) + requests.gather(shard) + 8 * numel * requests.gamma,
+    }
 
 
 class _RequestSeconds:
@@ -115,57 +84,35 @@ class _RequestSeconds:
         return self.alpha + self.others * (self.o + nbytes * self.beta) if self.others else 0.0
 
 
-def _dense(codec: PayloadCodec, sizes: Sequence[int], network: Network, size: int, step: int) -> dict[str, float]:
-    requests, numel = _RequestSeconds(network, size), sum(sizes)
-    payload = max_payload_bytes(codec, sizes, step)
-    shard = HEADER.size + (payload - HEADER.size) / size
-    lengths = 0.0 if codec.traits.fixed_length else requests.gather(8)
-    return {
-        "gather": lengths + requests.gather(payload) + 4 * size * numel * requests.gamma,
-        "split": 2 * lengths + requests.scatter(shard) + requests.gather(shard) + 8 * numel * requests.gamma,
-    }
-
-
+@dataclass(frozen=True)
 class _Sparse:
-    """The collectives of a codec that selects elements."""
+    """The collectives of a codec with which each rank selects `selected` of `numel` elements."""
 
-    def __init__(
-        self,
-        codec: PayloadCodec,
-        sizes: Sequence[int],
-        network: Network,
-        size: int,
-        step: int,
-        density: float | None,
-    ) -> None:
-        self.requests, self.size, self.sizes, self.step = _RequestSeconds(network, size), size, sizes, step
-        self.numel = sum(sizes)
-        first, _ = selector(codec)
-        most = sum(first.max_selected(numel, step) for numel in sizes)
-        self.selected = most if density is None else min(most, density * self.numel)
-        self.lengths = 0.0 if codec.traits.fixed_length else self.requests.gather(8)
-        self.payload: float = max_payload_bytes(codec, sizes, step)
-        if not codec.traits.fixed_length and most:
-            self.payload = HEADER.size + (self.payload - HEADER.size) * self.selected / most
+    requests: _RequestSeconds
+    size: int
+    numel: int
+    selected: int
+    payload: int
 
-    def seconds(self, quantize: PayloadCodec | None) -> dict[str, float]:
+    def seconds(self, gather_lengths: float, dense_bytes: int) -> dict[str, float]:
+        """Of each collective. `dense_bytes`: a dense shard in the second phase of `sparse_split_dense`."""
         requests, each = self.requests, self.numel // self.size
         own = stream_bytes(each, round(self.selected / self.size))
-        union, lengths = stream_bytes(each, min(each, round(self.selected))), 0.0
+        union, lengths = stream_bytes(each, min(each, self.selected)), 0.0
         if (self.size - 1) * (union - own) > MAX_PADDING_BYTES:
             union, lengths = stream_bytes(each, round(self.union(self.size) / self.size)), requests.gather(8)
-        dense = 4 * each if quantize is None else max_payload_bytes(quantize, [each], self.step)
         to_owners = requests.gather(8 * self.size) + requests.scatter(own) + 8 * self.selected * requests.gamma
+        combined = 8 * self.size * self.selected * requests.gamma
         return {
-            "gather": self.lengths + requests.gather(self.payload) + 8 * self.size * self.selected * requests.gamma,
+            "gather": gather_lengths + requests.gather(self.payload) + combined,
             "sparse_doubling": self.doubling(),
             "sparse_split": to_owners + lengths + requests.gather(union) + 8 * self.union(self.size) * requests.gamma,
-            "sparse_split_dense": to_owners + requests.gather(dense) + 4 * self.numel * requests.gamma,
+            "sparse_split_dense": to_owners + requests.gather(dense_bytes) + 4 * self.numel * requests.gamma,
         }
 
     def union(self, ranks: int) -> float:
-        """Expected number of elements in the sum of `ranks` ranks."""
-        return self.numel * expected_density(self.selected / self.numel, ranks) if self.numel else 0.0
+        """Expected number of elements in the sum of `ranks` ranks that select independently."""
+        return self.numel * (1 - (1 - self.selected / self.numel) ** ranks) if self.numel else 0.0
 
     def doubling(self) -> float:
         requests, power = self.requests, largest_power_of_two(self.size)
@@ -180,7 +127,3 @@ class _Sparse:
             total += requests.message(nbytes) + 8 * self.union(have) * requests.gamma
             power //= 2
         return total
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -68,8 +68,7 @@ def gather(
 
     A slice that cannot be encoded is passed to `report`, which may still change `extra`.
     """
-    sizes = [part.numel for part in parts]
-    longest = max_payload_bytes(codec, sizes, rng.step)
+    longest = max_payload_bytes(codec, [part.flat.numel() for part in parts], rng.step)
     whole = _aligned(longest + extra.numel())
     message = _bytes(whole, extra.device)
     used = pack_into(codec, parts, rng, message[:longest], report)
@@ -96,7 +95,6 @@ def split(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     size: int,
-    rank: int,
     extra: Tensor,
     owner_residuals: OwnerResiduals,
 ) -> Reduction[Tensor]:
@@ -104,7 +102,7 @@ def split(
 
     `owner_residuals` keeps what the second encoding loses, if the codec keeps residuals. Returns all ranks' `extra`.
     """
-    pieces = shards(parts, size)
+    pieces, rank = shards(parts, size), rng.rank
     reclaim_residuals(owner_residuals, parts, pieces[rank])
     lengths = [max_payload_bytes(codec, [piece.numel for piece in shard], rng.step) for shard in pieces]
     longest = max(lengths)
@@ -124,7 +122,7 @@ def split(
     for source, (row, length) in enumerate(zip(received, mine, strict=True)):
         outs = [piece.flat for piece in pieces[rank]]
         unpack(codec, row[:length], outs, source > 0, f" from rank {source}", rng.step)
-    yield from broadcast_sums(codec, pieces, rng, size, rank, owner_residuals)
+    yield from broadcast_sums(codec, pieces, rng, size, owner_residuals)
     return extras
 
 
@@ -133,7 +131,6 @@ def broadcast_sums(
     pieces: Sequence[Sequence[TensorSlice]],
     rng: RngKey,
     size: int,
-    rank: int,
     owner_residuals: OwnerResiduals,
 ) -> Reduction[None]:
     """The second phase: each owner encodes the sum of its shard and sends it to all. All decode the same bytes.
@@ -142,6 +139,7 @@ def broadcast_sums(
 
         payload of the shard, padded to the longest │ status u8
     """
+    rank = rng.rank
     own = [replace(piece, residual=None, memory={}) for piece in pieces[rank]]
     if codec.keeps_residual:
         for piece in own:

@@ -14,13 +14,14 @@ The generators are pure, so tests and cost models can run them without a network
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from syncline.collectives.base import Operation
 from syncline.collectives.channel import Channel, move_pieces
 
 __all__ = ["IDLE", "Gather", "LaunchedRequest", "Reduction", "Request", "RequestExecutor", "Scatter", "Sum", "Swap"]
@@ -122,17 +123,14 @@ class RequestExecutor:
         return self._swap(request, what, in_comm_task)
 
     def _gather(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
-        channel, nbytes = self._channel, data.numel()
+        nbytes = data.numel()
         out = torch.empty(self._size, nbytes, dtype=torch.uint8, device=data.device)
         if self._native is not None and nbytes:
             return LaunchedRequest(_returning(self._native.allgather(out, data), out), nbytes)
         out[self._rank] = data
-        pieces = {rank: out[rank] for rank in range(self._size)}
-        pending = self._run(lambda: move_pieces(channel, "allgather", pieces, "sharded"), what, in_comm_task)
-        return LaunchedRequest(_returning(pending, out), nbytes)
+        return LaunchedRequest(self._move("allgather", dict(enumerate(out)), out, what, in_comm_task), nbytes)
 
     def _scatter(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
-        channel = self._channel
         size, rank, each, out = self._size, self._rank, data.shape[1], torch.empty_like(data)
         if self._native is not None and each:
             handle = self._native.alltoall(out.view(-1), data.view(-1), [each] * size, [each] * size)
@@ -140,8 +138,7 @@ class RequestExecutor:
         out[rank] = data[rank]
         pieces = {rank * size + to: data[to] for to in range(size)}
         pieces |= {source * size + rank: out[source] for source in range(size) if source != rank}
-        pending = self._run(lambda: move_pieces(channel, "alltoall", pieces, "sharded"), what, in_comm_task)
-        return LaunchedRequest(_returning(pending, out), each * (size - 1))
+        return LaunchedRequest(self._move("alltoall", pieces, out, what, in_comm_task), each * (size - 1))
 
     def _swap(self, request: Swap, what: str, in_comm_task: bool) -> LaunchedRequest:
         transport, data, peer = self._channel.transport, request.data, request.peer
@@ -159,18 +156,24 @@ class RequestExecutor:
                 sending.wait()
             return into[: 0 if receipt is None else receipt.nbytes]
 
-        pending = self._run(work, what, in_comm_task)
-        return LaunchedRequest(pending.wait, 0 if data is None else data.numel())
+        return LaunchedRequest(self._run(work, what, in_comm_task), 0 if data is None else data.numel())
 
-    def _run(self, work: Callable[[], Any], what: str, in_comm_task: bool) -> WaitableReduction:
-        return _Complete(work()) if in_comm_task else self._call(f"the exchange of {what}", work)
+    def _move(
+        self, operation: Operation, pieces: Mapping[int, Tensor], out: Tensor, what: str, in_comm_task: bool
+    ) -> Callable[[], Tensor]:
+        """Run a schedule that fills `out`. The result waits for it."""
 
+        def work() -> Tensor:
+            move_pieces(self._channel, operation, pieces, "sharded")
+            return out
 
-class _Complete(NamedTuple):
-    result: Any
+        return self._run(work, what, in_comm_task)
 
-    def wait(self) -> Any:
-        return self.result
+    def _run(self, work: Callable[[], Tensor], what: str, in_comm_task: bool) -> Callable[[], Tensor]:
+        if not in_comm_task:
+            return self._call(f"the exchange of {what}", work).wait
+        result = work()
+        return lambda: result
 
 
 def _returning(pending: WaitableReduction, out: Tensor) -> Callable[[], Tensor]:

@@ -34,7 +34,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import HEADER, PayloadCodec, RngKey, TensorSlice, pack
+from syncline.codecs.base import (
+    HEADER,
+    Codec,
+    PayloadCodec,
+    RngKey,
+    TensorSlice,
+    all_finite,
+    floats_of,
+    pack,
+    split_bodies,
+    write_bytes,
+)
 from syncline.codecs.chain import Chain
 from syncline.codecs.kernels.dispatch import sparse_kernels
 from syncline.codecs.kernels.indices import layout
@@ -54,6 +65,7 @@ from syncline.errors import DivergedError, IncompatibleError, ProtocolError
 
 __all__ = [
     "SparseStream",
+    "is_sparse",
     "max_sparse_count",
     "packed_bytes",
     "selector",
@@ -146,9 +158,7 @@ class SparseStream:
         """A stream as bytes."""
         count, numel = self.count, self.numel
         out = torch.empty(packed_bytes(numel, count), dtype=torch.uint8, device=self.values.device)
-        out[: STREAM_HEADER.size].copy_(
-            torch.frombuffer(bytearray(STREAM_HEADER.pack(count, numel)), dtype=torch.uint8)
-        )
+        write_bytes(out, 0, STREAM_HEADER.pack(count, numel))
         last = out.numel() - 4 * count
         write_indices(out[STREAM_HEADER.size : last], numel, self.indices)
         out[last:].copy_(self.values.contiguous().view(torch.uint8))
@@ -164,18 +174,17 @@ class SparseStream:
         """
         if packed.numel() < STREAM_HEADER.size:
             raise ProtocolError(f"a stream of {packed.numel()} B is too short: it is truncated")
-        count, said = STREAM_HEADER.unpack(bytes(packed[: STREAM_HEADER.size].cpu().numpy()))
-        if said != numel:
-            raise ProtocolError(f"a stream is over {said} elements, and {numel} are expected")
+        count, elements = STREAM_HEADER.unpack(bytes(packed[: STREAM_HEADER.size].cpu().numpy()))
+        if elements != numel:
+            raise ProtocolError(f"a stream is over {elements} elements, and {numel} are expected")
         if count > numel or packed.numel() != packed_bytes(numel, count):
             raise ProtocolError(
                 f"a stream of {packed.numel()} B does not hold {count} of {numel} elements: it is corrupt"
             )
         last = packed.numel() - 4 * count
         indices = read_indices(packed[STREAM_HEADER.size : last], numel, count)
-        values = torch.empty(count, dtype=torch.float32, device=packed.device)
-        values.view(torch.uint8).copy_(packed[last:])
-        if not bool(torch.isfinite(values).all()):
+        values = floats_of(packed[last:])
+        if not all_finite(values):
             raise ProtocolError("a stream holds NaN or Inf")
         return SparseStream(numel, indices, values)
 
@@ -191,7 +200,6 @@ def sparse_doubling(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     size: int,
-    rank: int,
     extra: Tensor,
     *,
     report: Report | None = None,
@@ -201,7 +209,7 @@ def sparse_doubling(
     Returns the `extra` of all ranks, as bytes[p, n]. A slice that cannot be encoded is passed to `report`, which may
     still change `extra`.
     """
-    selection = _Selection(codec, parts, rng, report)
+    selection, rank = _Selection(codec, parts, rng, report), rng.rank
     power = largest_power_of_two(size)
     partner = rank + power if rank < power else rank - power
     control = torch.zeros(size, extra.numel(), dtype=torch.uint8, device=extra.device)
@@ -241,7 +249,6 @@ def sparse_split(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     size: int,
-    rank: int,
     extra: Tensor,
     *,
     report: Report | None = None,
@@ -250,7 +257,7 @@ def sparse_split(
     selection = _Selection(codec, parts, rng, report)
     pieces = shards(parts, size)
     sizes = [sum(piece.numel for piece in shard) for shard in pieces]
-    total, counts, extras = yield from _to_owners(selection, sizes, size, rank, extra)
+    total, counts, extras = yield from _to_owners(selection, sizes, size, rng.rank, extra)
     data = _message(total, extra[:0])
     room, least = _max_shard_message(sizes, counts.sum(0)), _max_shard_message(sizes, counts.amax(0))
     if (size - 1) * (room - least) > MAX_PADDING_BYTES:
@@ -274,7 +281,6 @@ def sparse_split_dense(
     parts: Sequence[TensorSlice],
     rng: RngKey,
     size: int,
-    rank: int,
     extra: Tensor,
     owner_residuals: OwnerResiduals,
     quantize: PayloadCodec | None = None,
@@ -286,17 +292,23 @@ def sparse_split_dense(
     `owner_residuals` keeps what that encoding loses, if `quantize` keeps residuals. Returns all ranks' `extra`.
     """
     pieces = shards(parts, size)
-    reclaim_residuals(owner_residuals, parts, pieces[rank])
+    own = pieces[rng.rank]
+    reclaim_residuals(owner_residuals, parts, own)
     selection = _Selection(codec, parts, rng, report)
     sizes = [sum(piece.numel for piece in shard) for shard in pieces]
-    total, _, extras = yield from _to_owners(selection, sizes, size, rank, extra)
+    total, _, extras = yield from _to_owners(selection, sizes, size, rng.rank, extra)
     if total is None:
-        for piece in pieces[rank]:
+        for piece in own:
             piece.flat.fill_(torch.inf)  # `broadcast_sums` informs the others
     else:
-        _place(total, pieces[rank])
-    yield from broadcast_sums(quantize or Raw(), pieces, rng, size, rank, owner_residuals)
+        _place(total, own)
+    yield from broadcast_sums(quantize or Raw(), pieces, rng, size, owner_residuals)
     return extras
+
+
+def is_sparse(codec: Codec) -> bool:
+    """True if the codec's payload holds selected elements, so that payloads can be merged as sparse streams."""
+    return isinstance(codec.first if isinstance(codec, Chain) else codec, SparseCodec)
 
 
 def selector(codec: PayloadCodec) -> tuple[SparseCodec, PayloadCodec]:
@@ -349,17 +361,9 @@ class _Selection:
     def read(self, payload: Tensor) -> SparseStream:
         """Decode a payload of the same codec and sizes into one stream. The result is the same on every rank."""
         nothing = torch.zeros(0, device=payload.device, dtype=torch.float32)
-        found, at = [SparseStream(0, nothing.to(torch.int32), nothing)], HEADER.size
-        for numel in self.sizes:
-            length = self.codec.body_bytes(numel, self.step)
-            if not self.codec.traits.fixed_length:
-                length, at = int.from_bytes(bytes(payload[at : at + 4].tolist()), "little"), at + 4
-            if at + length > payload.numel():
-                raise ProtocolError(f"a payload of {payload.numel()} B ends within a body of {length} B at {at}")
-            found.append(SparseStream(numel, *self.first.read_stream(payload[at : at + length], numel, self.values)))
-            at += length
-        if at != payload.numel():
-            raise ProtocolError(f"a payload of {payload.numel()} B has {payload.numel() - at} B too many")
+        found = [SparseStream(0, nothing.to(torch.int32), nothing)]
+        for numel, body in zip(self.sizes, split_bodies(self.codec, payload, self.sizes, self.step), strict=True):
+            found.append(SparseStream(numel, *self.first.read_stream(body, numel, self.values)))
         return SparseStream.join(found)
 
 
@@ -407,7 +411,7 @@ def _add(a: PartialSum, b: PartialSum) -> PartialSum:
             dense.add_(other)
         total = dense
     numbers = total.values if isinstance(total, SparseStream) else total
-    return total if bool(torch.isfinite(numbers).all()) else None
+    return total if all_finite(numbers) else None
 
 
 def _place(total: PartialSum, parts: Sequence[TensorSlice]) -> None:
@@ -453,9 +457,8 @@ def _parse_message(
     if kind == OVERFLOW:
         return None
     if kind == DENSE and length == 4 * numel:
-        row = torch.empty(numel, device=data.device, dtype=torch.float32)
-        row.view(torch.uint8).copy_(body)
-        if not bool(torch.isfinite(row).all()):
+        row = floats_of(body)
+        if not all_finite(row):
             raise ProtocolError(f"a message from rank {peer} holds NaN or Inf", peer=peer)
         return row
     try:
@@ -498,13 +501,9 @@ def _aligned(count: int) -> int:
     return -(-(count + TRAILER.size) // 16) * 16
 
 
-def max_sparse_count(numel: int, index_bytes: float = 4, value_bytes: float = 4) -> int:
-    """The largest number of elements for which a stream is smaller than the dense row: δ = N·v / (i + v).
-
-    >>> max_sparse_count(1000), max_sparse_count(1000, index_bytes=1)
-    (500, 800)
-    """
-    return int(numel * value_bytes / (index_bytes + value_bytes))
+def max_sparse_count(numel: int) -> int:
+    """The largest number of elements of a sparse sum: δ = N·v / (i + v), with i = v = 4 bytes."""
+    return numel // 2
 
 
 def packed_bytes(numel: int, count: int) -> int:

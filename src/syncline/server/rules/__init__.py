@@ -1,17 +1,14 @@
-"""Update rules: what a server does with pushed values. One rule per file; also torch's optimizers, and handlers."""
+"""Update rules: what a server does with pushed values. The elementwise ones, torch's optimizers, and handlers."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from syncline.errors import SpecError
-from syncline.server.rules.adagrad import Adagrad
-from syncline.server.rules.adam import Adam
-from syncline.server.rules.base import PieceOptimizer, UpdateRule
+from syncline.server.rules.base import UpdateRule
+from syncline.server.rules.elementwise import Adagrad, Adam, Add, Assign, Momentum, Sgd
 from syncline.server.rules.handlers import HandlerRule, handler_names
-from syncline.server.rules.plain import Add, Assign
-from syncline.server.rules.sgd import Momentum, Sgd
-from syncline.server.rules.torch_rule import TorchRule, rule_of, torch_rule
+from syncline.server.rules.torch_rule import PieceOptimizer, TorchRule, rule_of, torch_rule
 from syncline.specs import Registry
 
 __all__ = [

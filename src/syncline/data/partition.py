@@ -92,7 +92,7 @@ def share_samples(take: Take, part: RankPartition, batch: int, drop_last: bool, 
 
     >>> samples = iter([7, 2, 9, 4, 0, 5, 8, 1, 6])
     >>> take = lambda count: [index for _, index in zip(range(count), samples)]
-    >>> part = Partition(rank=1, size=2, seed=0, who=1)
+    >>> part = RankPartition(rank=1, size=2, seed=0, who=1)
     >>> [share.indices for share in share_samples(take, part, batch=4, drop_last=False)]
     [[2, 4], [5, 1]]
     """
@@ -114,7 +114,8 @@ def share_batches(take: Take, part: RankPartition, drop_last: bool, start: int =
 
     >>> batches = iter([[3, 1], [4], [1, 5], [9], [2]])
     >>> take = lambda count: [batch for _, batch in zip(range(count), batches)]
-    >>> [share.indices for share in share_batches(take, Partition(rank=1, size=2, seed=0, who=1), drop_last=False)]
+    >>> part = RankPartition(rank=1, size=2, seed=0, who=1)
+    >>> [share.indices for share in share_batches(take, part, drop_last=False)]
     [[4], [9]]
     """
     following = take(part.size)

@@ -90,10 +90,6 @@ class Future:
                 raise request.error
         return self._out
 
-    def join(self, other: Future) -> Future:
-        """A future of both requests, with the values and the timestamp of the other."""
-        return Future(self._sender, other.timestamp, [*self.requests, *other.requests], other._out)
-
     @property
     def late(self) -> bool:
         """Whether any server closed the step by a quorum without this push."""
@@ -152,6 +148,8 @@ class Client:
     ) -> None:
         self.description = description
         self.network = network
+        self.root: Client = self
+        """The client for everything that is not about a step. In a tree of masters it is the client of the root."""
         self.clock = 0
         """Steps that this worker has pushed."""
         self.status = ClusterStatus()
@@ -260,10 +258,11 @@ class Client:
         push = header._replace(kind=protocol.PUSH, min_clock=-1)
         pushed = self._submit(push, replace(payload, out=None), after, None, handler, tick)
         pull = RequestHeader(protocol.PULL, min_clock=min_clock)
-        both = pushed.join(self._submit(pull, replace(payload, values=None)))
+        pulled = self._submit(pull, replace(payload, values=None))
+        pulled.requests = [*pushed.requests, *pulled.requests]
         with self._lock:
-            self._by_timestamp[both.timestamp] = both.requests
-        return self._with_callback(both, callback)
+            self._by_timestamp[pulled.timestamp] = pulled.requests
+        return self._with_callback(pulled, callback)
 
     def push_factors(
         self,
@@ -282,7 +281,7 @@ class Client:
 
     def get(self, keys: Keys = None) -> Tensor:
         """Read values and wait for them."""
-        values = self.pull(keys).wait()
+        values = self.root.pull(keys).wait()
         assert values is not None
         return values
 
@@ -297,7 +296,7 @@ class Client:
     def _push_plain(self, keys: Keys, values: Tensor, handler: str, state_slot: int = 0) -> None:
         chosen = parse_keys(keys, self.numel)
         payload = _Payload(keys=chosen, values=check_values(values, chosen), plain=True)
-        self._submit(RequestHeader(protocol.PUSH, state_slot=state_slot), payload, handler=handler).wait()
+        self.root._submit(RequestHeader(protocol.PUSH, state_slot=state_slot), payload, handler=handler).wait()
 
     def flush(self) -> None:
         """Send the values that filters have held back. They belong to no step and are applied at once."""
@@ -313,16 +312,16 @@ class Client:
         With `names`, as for a checkpoint, these names are numbered.
         """
         if names is None:
-            replies = self.control({"do": "planes"}, everywhere=True)
+            replies = self.root.control({"do": "planes"}, everywhere=True)
             names = sorted({str(name) for reply in replies for name in reply["names"]})
-        self.control({"do": "planes", "names": list(names)}, everywhere=True)
+        self.root.control({"do": "planes", "names": list(names)}, everywhere=True)
         return list(names)
 
     def read_state(self, slot: int) -> Tensor:
         """Read one tensor of the optimizer state, with one element for each key."""
         out = torch.empty(self.numel, dtype=torch.float32)
         payload = _Payload(keys=(0, self.numel), out=out)
-        self._submit(RequestHeader(protocol.PULL, state_slot=slot), payload).wait()
+        self.root._submit(RequestHeader(protocol.PULL, state_slot=slot), payload).wait()
         return out
 
     def write_state(self, slot: int, values: Tensor) -> None:
@@ -333,7 +332,7 @@ class Client:
 
     def steps(self) -> list[int]:
         """The number of steps of each worker, as server 0 knows it."""
-        reply = self.control({"do": "steps"})
+        reply = self.root.control({"do": "steps"})
         if reply["below"]:  # sub-masters have the clocks, and report the steps of their workers
             return [int(reply["below"].get(str(worker), [0])[0]) for worker in self.network.workers]
         return [int(steps) for steps in reply["steps"]]
@@ -352,14 +351,14 @@ class Client:
 
     def post(self, kind: str, values: Sequence[float]) -> None:
         """Publish numbers on server 0."""
-        self.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
+        self.root.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
 
     def read_posts(self, since: int = 0) -> list[Post]:
         """Posts with a number above `since`, as many as one message holds.
 
         The server keeps the latest few thousand. A gap in the numbers means that posts were dropped.
         """
-        posts = self.control({"do": "posts", "since": since})
+        posts = self.root.control({"do": "posts", "since": since})
         return [Post(int(number), str(kind), tuple(map(float, values))) for number, kind, values in posts]
 
     def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:

@@ -90,6 +90,10 @@ class Future:
                 raise request.error
         return self._out
 
+    def join(self, other: Future) -> Future:
+        """A future of both requests, with the values and the timestamp of the other."""
+        return Future(self._sender, other.timestamp, [*self.requests, *other.requests], other._out)
+
     @property
     def late(self) -> bool:
         """Whether any server closed the step by a quorum without this push."""
@@ -258,11 +262,10 @@ class Client:
         push = header._replace(kind=protocol.PUSH, min_clock=-1)
         pushed = self._submit(push, replace(payload, out=None), after, None, handler, tick)
         pull = RequestHeader(protocol.PULL, min_clock=min_clock)
-        pulled = self._submit(pull, replace(payload, values=None))
-        pulled.requests = [*pushed.requests, *pulled.requests]
+        both = pushed.join(self._submit(pull, replace(payload, values=None)))
         with self._lock:
-            self._by_timestamp[pulled.timestamp] = pulled.requests
-        return self._with_callback(pulled, callback)
+            self._by_timestamp[both.timestamp] = both.requests
+        return self._with_callback(both, callback)
 
     def push_factors(
         self,

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from types import FrameType
@@ -31,7 +31,7 @@ from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.key_value_store import listening_address
 from syncline.world import World
 
-__all__ = ["SERVER_PROGRAM", "BareEcho", "ServerCommands", "echo_processes", "resident_bytes", "split_bytes"]
+__all__ = ["SERVER_PROGRAM", "BareEcho", "ServerCommands", "echo_processes", "keep_in_flight", "resident_bytes"]
 
 ZEROMQ_MESSAGE_BYTES = 1 << 20
 """A bare ZeroMQ message of 40 MB would be slower."""
@@ -50,6 +50,15 @@ def split_bytes(nbytes: int, parts: int) -> list[int]:
     """
     base, more = divmod(nbytes // 4, parts)
     return [4 * (base + (part < more)) for part in range(parts)]
+
+
+def keep_in_flight(calls: int, depth: int, send: Callable[[int], object], receive: Callable[[int], object]) -> None:
+    """Send and receive `calls` requests, by their numbers, with `depth` of them in flight."""
+    for call in range(calls + depth):
+        if depth <= call:
+            receive(call - depth)
+        if call < calls:
+            send(call)
 
 
 def _split_messages(buffer: Any) -> list[Any]:
@@ -100,20 +109,18 @@ class _ZeromqEcho:
             for server, nbytes in zip(servers, split_bytes(nbytes, len(servers)), strict=True)
             if nbytes
         ]
-        under_way: deque[int] = deque()
-        for call in range(calls + depth):
-            if len(under_way) == depth or call >= calls:
-                if not under_way:
-                    break
-                done = under_way.popleft()
-                for socket, rows in lines:
-                    for part in rows[done % depth]:
-                        part[:] = np.frombuffer(socket.recv(copy=False).buffer, np.uint8)
-            if call < calls:
-                for socket, rows in lines:
-                    for part in rows[call % depth]:
-                        socket.send(part, copy=len(part) < ZEROMQ_MESSAGE_BYTES)
-                under_way.append(call)
+
+        def send(call: int) -> None:
+            for socket, rows in lines:
+                for part in rows[call % depth]:
+                    socket.send(part, copy=len(part) < ZEROMQ_MESSAGE_BYTES)
+
+        def receive(call: int) -> None:
+            for socket, rows in lines:
+                for part in rows[call % depth]:
+                    part[:] = np.frombuffer(socket.recv(copy=False).buffer, np.uint8)
+
+        keep_in_flight(calls, depth, send, receive)
 
     def answer(self, nbytes: int, messages: int, depth: int) -> None:
         """On a server: send back this number of messages from any client."""
@@ -181,18 +188,18 @@ class _MpiEcho:
             for server, nbytes in zip(servers, split_bytes(nbytes, len(servers)), strict=True)
             if nbytes
         ]
-        under_way: deque[list[Any]] = deque()
-        for call in range(calls + depth):
-            if len(under_way) == depth or call >= calls:
-                if not under_way:
-                    break
-                sent = under_way.popleft()
-                for server, _, into in lines:
-                    comm.Recv(into, server, ANSWER_TAG)
-                for request in sent:
-                    request.Wait()
-            if call < calls:
-                under_way.append([comm.Isend(row, server, REQUEST_TAG) for server, row, _ in lines])
+        sent: deque[list[Any]] = deque()
+
+        def send(call: int) -> None:
+            sent.append([comm.Isend(row, server, REQUEST_TAG) for server, row, _ in lines])
+
+        def receive(call: int) -> None:
+            for server, _, into in lines:
+                comm.Recv(into, server, ANSWER_TAG)
+            for request in sent.popleft():
+                request.Wait()
+
+        keep_in_flight(calls, depth, send, receive)
 
     def answer(self, nbytes: int, messages: int, depth: int) -> None:
         row, status = self._row(("end", nbytes), nbytes), self._mpi.Status()

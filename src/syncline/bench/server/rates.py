@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from syncline.bench.measuring import Summary, format_size, quiet_machine, ratios, summarize
-from syncline.bench.server.echo import BareEcho, ServerCommands, echo_processes
+from syncline.bench.server.echo import BareEcho, ServerCommands, echo_processes, keep_in_flight
 from syncline.server.client import Client, Future
 from syncline.server.network import ServerNetwork
 from syncline.server.opening import open_space
@@ -162,12 +162,12 @@ def _requester(space: Client, nbytes: int, depth: int) -> Callable[[int], None]:
 
     def ask(calls: int) -> None:
         in_flight: deque[Future] = deque()
-        for call in range(calls):
-            if len(in_flight) == depth:
-                in_flight.popleft().wait()
-            in_flight.append(space.push_pull(None, values, rows[call % depth]))
-        for future in in_flight:
-            future.wait()
+        keep_in_flight(
+            calls,
+            depth,
+            send=lambda call: in_flight.append(space.push_pull(None, values, rows[call % depth])),
+            receive=lambda call: in_flight.popleft().wait(),
+        )
 
     return ask
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.optim import LAMB, LARS
-from syncline.server.rules import Add, Sgd, TorchRule, UpdateRule, build_rule, rule_names, rule_of, torch_rule
+from syncline.server.rules import RULES, Add, Sgd, TorchRule, UpdateRule, build_rule, rule_of, torch_rule
 from syncline.server.rules.handlers import handler
 
 ELEMENTWISE = [
@@ -55,7 +55,7 @@ def trained(make: Callable[[list[nn.Parameter]], Optimizer], updates: list[Tenso
 
 
 def test_every_name() -> None:
-    assert rule_names() == ["adagrad", "adam", "add", "assign", "handler", "momentum", "sgd", "torch"]
+    assert RULES.names() == ["adagrad", "adam", "add", "assign", "handler", "momentum", "sgd", "torch"]
 
 
 @pytest.mark.parametrize(

@@ -424,8 +424,9 @@ class Client:
     # Sending.
 
     def _exceeds_inflight_limit(self, keys: KeySelection) -> bool:
-        parts = self._layout.split(keys).values()
-        return max((len(each) for each in parts), default=0) > protocol.MAX_INFLIGHT_REQUESTS
+        if len(self._layout.edges) <= protocol.MAX_INFLIGHT_REQUESTS:  # so few pieces has the whole space
+            return False
+        return max(map(len, self._layout.split(keys).values()), default=0) > protocol.MAX_INFLIGHT_REQUESTS
 
     def _submit(
         self,
@@ -467,7 +468,7 @@ class Client:
             header = header._replace(seed=self._timestamp & 0xFFFFFFFF, clock=clock)
             requests: list[PendingRequest] = []
             for index in servers if tick else parts:
-                first = max((each.header.number for each in earlier if each.connection.index == index), default=0)
+                first = max([each.header.number for each in earlier if each.connection.index == index], default=0)
                 if handler_numbers is not None:
                     header = header._replace(handler=handler_numbers[index])
                 requests += self._send_parts(index, header, payload, parts.get(index, []), first, tick)

@@ -124,7 +124,7 @@ class WorkerClocks:
 
     def _update(self) -> None:
         self.total_steps = sum(self.of.values())
-        self.slowest = min((self.of[worker] for worker in self._training), default=NO_CLOCK)
+        self.slowest = min(map(self.of.__getitem__, self._training), default=NO_CLOCK)
 
 
 @dataclass
@@ -434,7 +434,8 @@ class ParameterShard:
         """Steps of other workers between a worker's last read and the first push of its current step."""
         if worker not in self._others_at_read:
             return 0
-        return self._step_staleness.get(worker, self._steps_of_others(worker) - self._others_at_read[worker])
+        steps_of_others = self.clocks.total_steps - self.clocks.of[worker]
+        return self._step_staleness.get(worker, steps_of_others - self._others_at_read[worker])
 
     def begin_step(self, worker: int) -> None:
         """Record the staleness of a step at its first push; later pushes of the same step change nothing."""
@@ -444,10 +445,7 @@ class ParameterShard:
     def note_read(self, worker: int) -> None:
         """Record that a worker reads the weights for its next step."""
         if worker in self._others_at_read:
-            self._others_at_read[worker] = self._steps_of_others(worker)
-
-    def _steps_of_others(self, worker: int) -> int:
-        return self.clocks.total_steps - self.clocks.of[worker]
+            self._others_at_read[worker] = self.clocks.total_steps - self.clocks.of[worker]
 
     # The optimizer state: the tensors that the rules keep.
 

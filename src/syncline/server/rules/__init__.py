@@ -12,6 +12,7 @@ from syncline.server.rules.torch_rule import PieceOptimizer, TorchRule, rule_of,
 from syncline.specs import Registry
 
 __all__ = [
+    "RULES",
     "Adagrad",
     "Adam",
     "Add",
@@ -23,7 +24,6 @@ __all__ = [
     "TorchRule",
     "UpdateRule",
     "build_rule",
-    "rule_names",
     "rule_of",
     "torch_rule",
 ]
@@ -59,8 +59,3 @@ def build_rule(spec: str | UpdateRule) -> UpdateRule:
         raise SpecError(f"a rule is one name, not a chain: {spec!r}")
     known = links[0].name in RULES.names()
     return (RULES if known else _registry(*handler_names())).make(links[0])
-
-
-def rule_names() -> list[str]:
-    """The names of all rules, without handlers."""
-    return RULES.names()

@@ -21,7 +21,7 @@ from syncline.codecs import build_codec, codec_names
 from syncline.collectives.schedules import OTHER_NAMES as COLLECTIVES_OTHER_NAMES
 from syncline.collectives.schedules import build
 from syncline.errors import SpecError, SynclineError
-from syncline.server.rules import build_rule, rule_names
+from syncline.server.rules import RULES, build_rule
 from syncline.specs import MAX_SPEC_CHARS, Registry, Spec, nearest, parse
 from syncline.strategies import OTHER_NAMES as STRATEGIES_OTHER_NAMES
 from syncline.strategies import build_strategy, strategy_names
@@ -395,7 +395,7 @@ WRONG_VALUES: list[Any] = ["x", "", None, [], {}, (1, 2), -1, 0, math.inf, True,
     [
         (strategy_names(), build_strategy),
         (codec_names(), build_codec),
-        (rule_names(), build_rule),
+        (RULES.names(), build_rule),
         (baseline_names(), build_baseline),
     ],
 )

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from syncline.server import protocol
-from syncline.server.client_session import OutgoingReply
 from syncline.server.protocol import RequestHeader, json_body
-from syncline.server.request_handler import RequestHandler
+from syncline.server.request_handler import OutgoingReply, RequestHandler
 from syncline.server.shard import ParameterShard
 from syncline.server.space import SpaceDescription
 

@@ -36,7 +36,8 @@ class Rogue:
         request = RequestHeader(
             protocol.PUSH, count=NUMEL, space=self.client.description.space_id, acked=self.connection.acked
         )
-        return request._replace(number=self.connection.next_number(), **fields)
+        self.connection.last_number += 1
+        return request._replace(number=self.connection.last_number, **fields)
 
     def send(
         self, request: RequestHeader, data: bytes | None = None, body: Tensor | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from syncline.codecs.kernels.random_bits import random_bits
 from syncline.errors import SpecError
 from syncline.server.filters import (
+    FILTERS,
     Cache,
     Filter,
     FilterChain,
@@ -21,7 +22,6 @@ from syncline.server.filters import (
     Skip,
     build_filter,
     digest_of,
-    filter_names,
     hash_places,
 )
 
@@ -71,7 +71,7 @@ def check_places(places: Tensor, numel: int) -> None:
 
 
 def test_every_name() -> None:
-    assert filter_names() == ["cache", "significant", "skip"]
+    assert FILTERS.names() == ["cache", "significant", "skip"]
 
 
 @pytest.mark.parametrize("spec", SPECS)

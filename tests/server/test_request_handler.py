@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from syncline.server import handler, protocol
-from syncline.server.control_requests import MAX_POSTS
 from syncline.server.protocol import MAX_CACHED_KEY_LISTS, RequestHeader, json_body
 from syncline.server.request_handler import RequestHandler
-from syncline.server.shard import MAX_STEPS_AHEAD
+from syncline.server.shard import MAX_POSTS, MAX_STEPS_AHEAD
 from tests.server.handler_client import (
     NUMEL,
     WORKERS,

@@ -149,11 +149,9 @@ def _cause(error: Any) -> BaseException:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Write a new JSON file to the disk. NaN is an error."""
+    """Write a new JSON file. NaN is an error."""
     with open(path, "x", encoding="utf-8") as file:
         json.dump(value, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _read_json(path: Path) -> Any:
@@ -215,6 +213,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest. Everything else is on the disk already."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     _write_json(folder / MANIFEST, {**body, "sha256": _json_digest(body)})
+    _fsync(folder / MANIFEST)
     _fsync(folder)
 
 

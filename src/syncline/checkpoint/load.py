@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from syncline.checkpoint.files import (
     ABOUT,
     MANIFEST,
     SHARED,
-    CheckpointName,
     Manifest,
     list_checkpoints,
     list_set_aside,
@@ -110,7 +110,8 @@ def _choose(folder: Path, step: int | None, checksums: bool) -> dict[str, Any] |
     for entry in candidates:
         try:
             manifest = verify(folder / entry.name, checksums)
-            _check_step(folder, entry, manifest)
+            if manifest.step != entry.step:
+                raise ProtocolError(f"{folder / entry.name} has step {manifest.step}: it was renamed")
         except ProtocolError as error:
             first = first or error
             continue
@@ -120,11 +121,6 @@ def _choose(folder: Path, step: int | None, checksums: bool) -> dict[str, Any] |
     if first is not None:
         raise first
     return None
-
-
-def _check_step(folder: Path, entry: CheckpointName, manifest: Manifest) -> None:
-    if manifest.step != entry.step:
-        raise ProtocolError(f"{folder / entry.name} has step {manifest.step}: it was renamed")
 
 
 class _Loading:
@@ -191,14 +187,13 @@ class _Loading:
         for name, value in self.objects.items():
             kind = kind_of(value)
             if kind == "module":
-                self._change(value, model_tree, load_model, self.models[name])
+                self._change(model_tree(value), partial(load_model, value), self.models[name])
             elif kind == "run":
                 self._apply_run(name, value)
             elif kind == "optimizer":
-                put: Callable[[Any, Any], None] = lambda target, tree: load_optimizer(target, tree, {})  # noqa: E731
-                self._change(value, lambda target: optimizer_tree(target, {}), put, self.states[name])
+                self._change(optimizer_tree(value, {}), partial(load_optimizer, value, names={}), self.states[name])
             else:
-                self._change(value, _state_of, _give_state, self.states[name])
+                self._change(value.state_dict(), value.load_state_dict, self.states[name])
 
     def _apply_run(self, name: str, run: Any) -> None:
         names = parameter_names(run.model)
@@ -210,20 +205,20 @@ class _Loading:
         if self.others:
             state["others"] = [other["runs"][name]["strategy"] for other in self.others]
 
-        def put(model: Any, optimizer: Any, own: Any) -> None:
+        def put(trees: list[Any]) -> None:
+            own, model, optimizer = trees
             load_model(run.model, model)
             load_optimizer(run.optimizer, optimizer, names)
             # Last: the model's part has the agreed buffers, the run's part has this rank's.
             run.load_state_dict(own)
 
-        before = [clone(each) for each in (_state_of(run), model_tree(run.model), optimizer_tree(run.optimizer, names))]
-        self._undo.append(lambda: put(before[1], before[2], before[0]))
-        put(self.models[name], self.states[name]["optimizer"], state)
+        before = [run.state_dict(), model_tree(run.model), optimizer_tree(run.optimizer, names)]
+        self._change(before, put, [state, self.models[name], self.states[name]["optimizer"]])
 
-    def _change(self, target: Any, take: Callable[[Any], Any], put: Callable[[Any, Any], Any], state: Any) -> None:
-        before = clone(take(target))
-        self._undo.append(lambda: put(target, before))
-        put(target, state)
+    def _change(self, before: Any, put: Callable[[Any], Any], state: Any) -> None:
+        before = clone(before)
+        self._undo.append(lambda: put(before))
+        put(state)
 
     def undo(self) -> None:
         """Restore the old states, because a rank has failed."""
@@ -235,11 +230,3 @@ class _Loading:
             set_rng_states(self.own["random"])
         else:
             seed_new_rank(self.about["seed"], self.participants.rank, self.manifest.step)
-
-
-def _state_of(target: Any) -> Any:
-    return target.state_dict()
-
-
-def _give_state(target: Any, state: Any) -> None:
-    target.load_state_dict(state)

@@ -145,7 +145,7 @@ class Participants:
         The first error is raised on every rank.
         """
         outcome, error = _try(work)
-        return self._settle(what, self._communicator(outcome), error)
+        return self._settle(what, self._gather_notes(outcome), error)
 
     def run_in_task(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """As `run_on_all`, in a task, for work that may exceed the timeout. The ranks exchange heartbeats meanwhile.
@@ -159,7 +159,7 @@ class Participants:
         self._task = self.world.runtime.spawn(lambda: results.append(_try(work)), name="checkpoint")
         while True:
             done = self._task.join(interval)
-            notes = self._communicator(results[0][0] if done else {})
+            notes = self._gather_notes(results[0][0] if done else {})
             if all(notes):
                 self._task = None
                 return self._settle(what, notes, results[0][1])
@@ -170,7 +170,7 @@ class Participants:
             self._task.join(self.world.transport.timeout)
             self._task = None
 
-    def _communicator(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gather_notes(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """One line of JSON from every rank."""
         if self.group is None or len(self.ranks) == 1:
             return [note]

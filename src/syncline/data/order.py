@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,43 +19,33 @@ from syncline.errors import IncompatibleError
 __all__ = ["CommonRandomState", "Order", "length_of", "order_of", "refuse_distributed", "reseed"]
 
 
-class Order(Protocol):
+@dataclass(frozen=True)
+class Order:
     """The sequence of samples (or batches) of an epoch, the same on every rank."""
 
     length: int | None
     """The number of items; None if it is unknown before the end."""
-
-    def begin(self, epoch: int) -> Take:
-        """Start an epoch. Returns a function for the next n items."""
-        ...
+    begin: Callable[[int], Take]
+    """Starts an epoch. Returns a function for the next n items."""
 
 
-class SeededOrder:
+def _seeded_order(length: int, seed: int, shuffle: bool) -> Order:
     """Every sample once, shuffled by the seed or in the order of the dataset."""
 
-    def __init__(self, length: int, seed: int, shuffle: bool) -> None:
-        self.length: int | None = length
-        self._count = length
-        self._seed = seed
-        self._shuffle = shuffle
-
-    def begin(self, epoch: int) -> Take:
-        samples = iter(epoch_order(self._count, self._seed, epoch, self._shuffle))
+    def begin(epoch: int) -> Take:
+        samples = iter(epoch_order(length, seed, epoch, shuffle))
         return lambda count: list(islice(samples, count))
 
+    return Order(length, begin)
 
-class SamplerOrder:
+
+def _sampler_order(sampler: Iterable[Any], seed: int) -> Order:
     """The order of a user's sampler, under a random state that all ranks have in common."""
 
-    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
-        self._sampler = sampler
-        self._seed = seed
-        self.length = length_of(sampler)
-
-    def begin(self, epoch: int) -> Take:
-        state = CommonRandomState(mix_seeds(self._seed, epoch), _generators(self._sampler))
+    def begin(epoch: int) -> Take:
+        state = CommonRandomState(mix_seeds(seed, epoch), _generators(sampler))
         with state.active():
-            samples: Iterator[Any] = iter(self._sampler)
+            samples = iter(sampler)
 
         def take(count: int) -> list[Any]:
             with state.active():
@@ -62,18 +53,20 @@ class SamplerOrder:
 
         return take
 
+    return Order(length_of(sampler), begin)
+
 
 def order_of(loader: DataLoader[Any], seed: int) -> Order:
     """The order of the samples of a loader over a map-style dataset, or of its batch sampler's batches."""
     if loader.batch_size is None:
         assert loader.batch_sampler is not None
-        return SamplerOrder(loader.batch_sampler, seed)
+        return _sampler_order(loader.batch_sampler, seed)
     sampler = loader.sampler
     if type(sampler) is SequentialSampler:
-        return SeededOrder(len(sampler), seed, shuffle=False)
+        return _seeded_order(len(sampler), seed, shuffle=False)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
-        return SeededOrder(len(sampler), seed, shuffle=True)
-    return SamplerOrder(sampler, seed)
+        return _seeded_order(len(sampler), seed, shuffle=True)
+    return _sampler_order(sampler, seed)
 
 
 def refuse_distributed(loader: DataLoader[Any]) -> None:

@@ -96,16 +96,8 @@ def share_samples(take: Take, part: RankPartition, batch: int, drop_last: bool, 
     >>> [share.indices for share in share_samples(take, part, batch=4, drop_last=False)]
     [[2, 4], [5, 1]]
     """
-    following = take(batch)
-    least = batch if drop_last else 1
-    while len(following) >= least:
-        # One batch of indices is drawn ahead, to know which is the last. The samples are not read ahead.
-        now, following = following, take(batch)
-        mine = now[part.rank :: part.size]
-        if not mine:
-            return
-        last = len(following) < least or len(following) <= part.rank
-        yield RankShare(mine, start, len(now), last)
+    for now, last in _steps_of(take, part, batch, drop_last):
+        yield RankShare(now[part.rank :: part.size], start, len(now), last)
         start += len(now)
 
 
@@ -118,16 +110,20 @@ def share_batches(take: Take, part: RankPartition, drop_last: bool, start: int =
     >>> [share.indices for share in share_batches(take, part, drop_last=False)]
     [[4], [9]]
     """
-    following = take(part.size)
-    least = part.size if drop_last else 1
-    while len(following) >= least:
-        now, following = following, take(part.size)
-        if part.rank >= len(now):
-            return
-        last = len(following) < least or len(following) <= part.rank
+    for now, last in _steps_of(take, part, part.size, drop_last):
         samples = sum(len(each) for each in now)
         yield RankShare(list(now[part.rank]), start, samples, last)
         start += samples
+
+
+def _steps_of(take: Take, part: RankPartition, count: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
+    """The `count` items of each step in which this rank has data, and whether it is the last such step."""
+    following = take(count)
+    least = max(part.rank + 1, count if drop_last else 1)
+    while len(following) >= least:
+        # One step of indices is drawn ahead, to know which is the last. The samples are not read ahead.
+        now, following = following, take(count)
+        yield now, len(following) < least
 
 
 def count_shares(length: int, batch: int, rank: int, drop_last: bool) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -22,10 +23,63 @@ from syncline.data.sources import (
 )
 from syncline.errors import IncompatibleError, SpecError
 
-__all__ = ["Sharded", "as_loader", "partition_of"]
+__all__ = ["EpochReader", "Sharded", "as_loader", "partition_of"]
+
+T = TypeVar("T")
 
 
-class Sharded:
+class EpochReader(ABC, Generic[T]):
+    """One rank's share of the epochs of a source. A subclass reads an epoch; iterating starts a new one."""
+
+    def __init__(self, source: Source, part: RankPartition, cursor: Cursor | None, split: bool = True) -> None:
+        self.cursor = Cursor() if cursor is None else cursor
+        self._source = source
+        self._part = part
+        self._split = split
+
+    @abstractmethod
+    def read(self, position: DataPosition) -> Iterator[T]:
+        """The items of an iteration. The cursor moves before each item is returned."""
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks may end at different times, in this epoch or another. The same on every rank."""
+        start = self.cursor.start
+        return not self._split or self._source.uneven(0) or (start > 0 and self._source.uneven(start))
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of a whole epoch, the same on every rank; None if it is unknown before the end."""
+        return self._source.pieces(0)
+
+    def counts(self, position: DataPosition) -> PieceCounts | None:
+        """The number of steps of the ranks in an epoch from `position` on, if it is known for all."""
+        ranks = (0, self._part.rank, self._part.size - 1)
+        most, own, fewest = (self._source.pieces(rank, position.samples) for rank in ranks)
+        if most is None or own is None or fewest is None or not self._split:
+            return None
+        return PieceCounts(most, own, fewest)
+
+    def __len__(self) -> int:
+        """The number of steps of this rank in a whole epoch."""
+        found = self._source.pieces(self._part.rank)
+        if found is None:
+            raise TypeError("the length of this data is unknown before it was read")
+        return found
+
+    def begin(self, work: int | None = None) -> DataPosition:
+        """Start an iteration; see `Cursor.begin` for `work`."""
+        return self.cursor.begin(self._source.read_once, work)
+
+    def __iter__(self) -> Iterator[T]:
+        position = self.begin()
+        try:
+            yield from self.read(position)
+        finally:
+            self.cursor.leave(position)
+
+
+class Sharded(EpochReader[Piece]):
     """One rank's share of the data that `size` ranks read together. Iterating returns the `Piece`s of an epoch.
 
     `data` is a DataLoader, whose batch size is that of one rank; a Dataset, with the samples of a rank in `batch`
@@ -56,55 +110,19 @@ class Sharded:
         cursor: Cursor | None = None,
         pad: bool = True,
     ) -> None:
-        self.cursor = Cursor() if cursor is None else cursor
-        self._split = split
-        self._size = size
-        self._rank = rank if split else 0
         self._pad = pad
         loader = as_loader(data, batch, shuffle)
         self.data = data if loader is None else loader
         """The DataLoader that is read, also for a Dataset; else the iterable."""
-        self._source = _source(data, loader, partition_of(rank, size, seed, split, pad), split, drop_last)
+        part = partition_of(rank, size, seed, split, pad)
+        super().__init__(_source(data, loader, part, split, drop_last), part, cursor, split)
 
     @property
     def batch(self) -> int:
         """Samples of a full batch of one rank, which has the weight 1.0."""
         return self._source.batch
 
-    @property
-    def uneven(self) -> bool:
-        """Whether ranks may end at different times, in this epoch or another. The same on every rank."""
-        if not self._split:
-            return True
-        start = self.cursor.start
-        return self._source.uneven(0) or (start > 0 and self._source.uneven(start))
-
-    @property
-    def steps(self) -> int | None:
-        """The number of steps of a whole epoch, the same on every rank; None if it is unknown before the end."""
-        return self._source.pieces(0)
-
-    def counts(self, position: DataPosition) -> PieceCounts | None:
-        """The number of pieces of the ranks in an epoch from `position` on, if it is known for all."""
-        ranks = (0, self._rank, self._size - 1)
-        most, own, fewest = (self._source.pieces(rank, position.samples) for rank in ranks)
-        if most is None or own is None or fewest is None or not self._split:
-            return None
-        return PieceCounts(most, own, fewest)
-
-    def __len__(self) -> int:
-        """The number of pieces of this rank in a whole epoch."""
-        found = self._source.pieces(self._rank)
-        if found is None:
-            raise TypeError("the length of this data is unknown before it was read")
-        return found
-
-    def begin(self, work: int | None = None) -> DataPosition:
-        """Start an iteration; see `Cursor.begin` for `work`."""
-        return self.cursor.begin(self._source.read_once, work)
-
     def read(self, position: DataPosition) -> Iterator[Piece]:
-        """The pieces of an iteration. The cursor moves before each piece is returned."""
         empty = position.samples == 0
         for piece in self._source.read(position):
             empty = False
@@ -112,28 +130,19 @@ class Sharded:
             yield piece
         if empty and self._pad:
             raise IncompatibleError(
-                f"epoch {position.epoch} has no data for rank {self._rank}: an iterator or generator can be read "
+                f"epoch {position.epoch} has no data for rank {self._part.rank}: an iterator or generator can be read "
                 "only once (pass an iterable that starts again), and every worker needs at least one batch"
             )
         self.cursor.finish(position)
-
-    def __iter__(self) -> Iterator[Piece]:
-        position = self.begin()
-        try:
-            yield from self.read(position)
-        finally:
-            self.cursor.leave(position)
 
 
 def partition_of(rank: int, size: int, seed: int, split: bool = True, pad: bool = True) -> RankPartition:
     """The partition of a rank. Without a split each rank is alone, with its own seed."""
     if not 0 <= rank < size:
         raise SpecError(f"rank={rank} is not one of {size} ranks")
-    return (
-        RankPartition(rank, size, seed, rank, not pad)
-        if split
-        else RankPartition(0, 1, mix_seeds(seed, rank), rank, not pad)
-    )
+    if split:
+        return RankPartition(rank, size, seed, rank, not pad)
+    return RankPartition(0, 1, mix_seeds(seed, rank), rank, not pad)
 
 
 def as_loader(data: Any, batch: int | None, shuffle: bool | None) -> DataLoader[Any] | None:

@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from syncline.data.cursor import DataPosition
 from syncline.data.loader import BatchReader, BatchRequest, loader_like
-from syncline.data.order import CommonRandomState, Order, length_of, order_of, reseed
+from syncline.data.order import CommonRandomState, length_of, order_of, reseed
 from syncline.data.partition import (
     RankPartition,
     RankShare,
-    Take,
     count_shares,
     ends_unevenly,
     mix_seeds,
@@ -46,8 +45,6 @@ __all__ = [
     "Source",
     "StreamSource",
     "check_length",
-    "check_position",
-    "skip",
 ]
 
 
@@ -103,35 +100,51 @@ class Source(ABC):
 
 
 class SampleSource(Source):
-    """Single samples: a global batch has k·b of them, and rank r takes every k-th, starting with r."""
+    """Single samples: rank r of k takes every k-th of a global batch, starting with r.
 
-    def __init__(self, loader: DataLoader[Any], part: RankPartition, drop_last: bool | None) -> None:
+    A global batch has `global_batch` samples, by default k times the loader's batch size.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], part: RankPartition, drop_last: bool | None, global_batch: int | None = None
+    ) -> None:
         assert loader.batch_size is not None
         self.batch = loader.batch_size
+        self._global_batch = self.batch * part.size if global_batch is None else global_batch
         self._part = part
         self._drop_last = loader.drop_last if drop_last is None else drop_last
         self._order = order_of(loader, part.seed)
         if not part.may_be_empty:
-            check_length(self._order.length, part.size, self.batch * part.size, self._drop_last)
-        self._reader: BatchReader[RankShare] = BatchReader(loader)
+            check_length(self._order.length, part.size, self._global_batch, self._drop_last)
+        self.reader: BatchReader[Any] = BatchReader(loader)
+
+    def shares(self, position: DataPosition) -> Iterator[RankShare]:
+        """This rank's shares in the rest of the epoch. A position behind the end belongs to other data."""
+        length, count = self._order.length, position.samples
+        if length is not None and count > length:
+            raise IncompatibleError(
+                f"the run stands at sample {count} of epoch {position.epoch}, but an epoch of this data has "
+                f"{length}: it was saved with other data"
+            )
+        take = self._order.begin(position.epoch)
+        while count > 0 and (passed := len(take(min(count, 65536)))):  # samples that were read before
+            count -= passed
+        return share_samples(take, self._part, self._global_batch, self._drop_last, position.samples)
 
     def read(self, position: DataPosition) -> Iterator[Piece]:
-        take = self._order.begin(position.epoch)
-        check_position(position, self._order)
-        skip(take, position.samples)
-        shares = share_samples(take, self._part, self.batch * self._part.size, self._drop_last, position.samples)
-        yield from _read_shares(self._reader, shares, self._part, self.batch, position)
+        yield from _read_shares(self.reader, self.shares(position), self._part, self.batch, position)
 
     def uneven(self, start: int) -> bool:
         length = self._order.length
-        batch, size = self.batch * self._part.size, self._part.size
-        return length is None or ends_unevenly(max(length - start, 0), batch, size, self._drop_last)
+        return length is None or ends_unevenly(
+            max(length - start, 0), self._global_batch, self._part.size, self._drop_last
+        )
 
     def pieces(self, rank: int, start: int = 0) -> int | None:
         length = self._order.length
         if length is None:
             return None
-        return count_shares(max(length - start, 0), self.batch * self._part.size, rank, self._drop_last)
+        return count_shares(max(length - start, 0), self._global_batch, rank, self._drop_last)
 
 
 class BatchSource(Source):
@@ -190,12 +203,6 @@ def _read_shares(
         yield Piece(data, count / batch, each.last, count, each.samples / batch)
 
 
-def skip(take: Take, count: int) -> None:
-    """Skip the items that were read before, some thousand at a time."""
-    while count > 0 and (passed := len(take(min(count, 65536)))):
-        count -= passed
-
-
 def check_length(length: int | None, size: int, batch: int, drop_last: bool, what: str = "samples") -> None:
     """Refuse data that leaves some rank without data in every epoch."""
     if length == 0:
@@ -209,15 +216,6 @@ def check_length(length: int | None, size: int, batch: int, drop_last: bool, wha
         raise IncompatibleError(
             f"drop_last leaves nothing of {length} {what}: one step of {size} workers takes {batch}. Use a smaller "
             "batch, fewer workers, or drop_last=False"
-        )
-
-
-def check_position(position: DataPosition, order: Order) -> None:
-    """Refuse a position behind the end: it belongs to other data."""
-    if order.length is not None and position.samples > order.length:
-        raise IncompatibleError(
-            f"the run stands at sample {position.samples} of epoch {position.epoch}, but an epoch of this data has "
-            f"{order.length}: it was saved with other data"
         )
 
 

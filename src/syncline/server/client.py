@@ -152,6 +152,8 @@ class Client:
     ) -> None:
         self.description = description
         self.network = network
+        self.root: Client = self
+        """The client for everything that is not about a step. In a tree of masters it is the client of the root."""
         self.clock = 0
         """Steps that this worker has pushed."""
         self.status = ClusterStatus()
@@ -282,7 +284,7 @@ class Client:
 
     def get(self, keys: Keys = None) -> Tensor:
         """Read values and wait for them."""
-        values = self.pull(keys).wait()
+        values = self.root.pull(keys).wait()
         assert values is not None
         return values
 
@@ -297,7 +299,7 @@ class Client:
     def _push_plain(self, keys: Keys, values: Tensor, handler: str, state_slot: int = 0) -> None:
         chosen = parse_keys(keys, self.numel)
         payload = _Payload(keys=chosen, values=check_values(values, chosen), plain=True)
-        self._submit(RequestHeader(protocol.PUSH, state_slot=state_slot), payload, handler=handler).wait()
+        self.root._submit(RequestHeader(protocol.PUSH, state_slot=state_slot), payload, handler=handler).wait()
 
     def flush(self) -> None:
         """Send the values that filters have held back. They belong to no step and are applied at once."""
@@ -313,16 +315,16 @@ class Client:
         With `names`, as for a checkpoint, these names are numbered.
         """
         if names is None:
-            replies = self.control({"do": "planes"}, everywhere=True)
+            replies = self.root.control({"do": "planes"}, everywhere=True)
             names = sorted({str(name) for reply in replies for name in reply["names"]})
-        self.control({"do": "planes", "names": list(names)}, everywhere=True)
+        self.root.control({"do": "planes", "names": list(names)}, everywhere=True)
         return list(names)
 
     def read_state(self, slot: int) -> Tensor:
         """Read one tensor of the optimizer state, with one element for each key."""
         out = torch.empty(self.numel, dtype=torch.float32)
         payload = _Payload(keys=(0, self.numel), out=out)
-        self._submit(RequestHeader(protocol.PULL, state_slot=slot), payload).wait()
+        self.root._submit(RequestHeader(protocol.PULL, state_slot=slot), payload).wait()
         return out
 
     def write_state(self, slot: int, values: Tensor) -> None:
@@ -333,7 +335,7 @@ class Client:
 
     def steps(self) -> list[int]:
         """The number of steps of each worker, as server 0 knows it."""
-        reply = self.control({"do": "steps"})
+        reply = self.root.control({"do": "steps"})
         if reply["below"]:  # sub-masters have the clocks, and report the steps of their workers
             return [int(reply["below"].get(str(worker), [0])[0]) for worker in self.network.workers]
         return [int(steps) for steps in reply["steps"]]
@@ -352,14 +354,14 @@ class Client:
 
     def post(self, kind: str, values: Sequence[float]) -> None:
         """Publish numbers on server 0."""
-        self.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
+        self.root.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
 
     def read_posts(self, since: int = 0) -> list[Post]:
         """Posts with a number above `since`, as many as one message holds.
 
         The server keeps the latest few thousand. A gap in the numbers means that posts were dropped.
         """
-        posts = self.control({"do": "posts", "since": since})
+        posts = self.root.control({"do": "posts", "since": since})
         return [Post(int(number), str(kind), tuple(map(float, values))) for number, kind, values in posts]
 
     def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
@@ -422,8 +424,9 @@ class Client:
     # Sending.
 
     def _exceeds_inflight_limit(self, keys: KeySelection) -> bool:
-        parts = self._layout.split(keys).values()
-        return max((len(each) for each in parts), default=0) > protocol.MAX_INFLIGHT_REQUESTS
+        if len(self._layout.edges) <= protocol.MAX_INFLIGHT_REQUESTS:  # so few pieces has the whole space
+            return False
+        return max(map(len, self._layout.split(keys).values()), default=0) > protocol.MAX_INFLIGHT_REQUESTS
 
     def _submit(
         self,
@@ -465,7 +468,7 @@ class Client:
             header = header._replace(seed=self._timestamp & 0xFFFFFFFF, clock=clock)
             requests: list[PendingRequest] = []
             for index in servers if tick else parts:
-                first = max((each.header.number for each in earlier if each.connection.index == index), default=0)
+                first = max([each.header.number for each in earlier if each.connection.index == index], default=0)
                 if handler_numbers is not None:
                     header = header._replace(handler=handler_numbers[index])
                 requests += self._send_parts(index, header, payload, parts.get(index, []), first, tick)

@@ -13,8 +13,6 @@ The range is `count` elements, after the first `skip` of those rows. Zhang et al
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,15 +25,13 @@ from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import IncompatibleError, ProtocolError
 from syncline.server.protocol import MAX_BODY_BYTES
+from syncline.wire import WireHeader
 from syncline.world.hooks import ModuleHook
 
 __all__ = ["HEADER_BYTES", "FactorRecorder", "factors_are_smaller", "pack_factors", "pack_range", "unpack_and_multiply"]
 
-MAGIC = 0x51FA
-VERSION = 1
-_HEADER = struct.Struct("<HBBIQQQQ")
-_CRC = struct.Struct("<II")
-HEADER_BYTES = _HEADER.size + _CRC.size
+_HEADER = WireHeader(b"\xfa\x51", version=1, fields="xIQQQQ", padding=4)
+HEADER_BYTES = _HEADER.nbytes
 
 
 def factors_are_smaller(b: int, m: int, n: int, ranges: Sequence[tuple[int, int]] | None = None) -> bool:
@@ -79,9 +75,9 @@ def pack_range(delta: Tensor, o: Tensor, start: int, stop: int) -> Tensor:
     first = start // n if n else 0
     skip, count = start - first * n, stop - start
     rows = _rows(skip, count, n)
-    head = _HEADER.pack(MAGIC, VERSION, 0, batch, rows, n, skip, count)
+    header = _HEADER.pack(batch, rows, n, skip, count)
     payload = torch.empty(HEADER_BYTES + 4 * batch * (rows + n), dtype=torch.uint8, device=delta.device)
-    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(head + _CRC.pack(zlib.crc32(head), 0)), dtype=torch.uint8)
+    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     numbers = payload[HEADER_BYTES:].view(torch.float32)
     numbers[: batch * rows].view(batch, rows).copy_(delta[:, first : first + rows])
     numbers[batch * rows :].view(batch, n).copy_(o)
@@ -109,14 +105,9 @@ def unpack_and_multiply(payload: Tensor, out: Tensor) -> Tensor:
 
 def _read_header(payload: Tensor, numel: int) -> tuple[int, int, int, int]:
     """Batch, rows, columns and elements to skip; all are checked."""
-    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
-        raise ProtocolError(f"factors are a row of at least {HEADER_BYTES} B, not {payload.dtype}{list(payload.shape)}")
-    head = payload[:HEADER_BYTES].cpu().numpy().tobytes()
-    magic, version, _, batch, rows, n, skip, count = _HEADER.unpack_from(head)
-    if magic != MAGIC or version != VERSION:
-        raise ProtocolError(f"the payload is not factors of version {VERSION} (magic {magic:#06x}, version {version})")
-    if _CRC.unpack_from(head, _HEADER.size) != (zlib.crc32(head[: _HEADER.size]), 0):
-        raise ProtocolError("the checksum of factors does not match their header")
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise ProtocolError(f"factors are a row of bytes, not {payload.dtype}{list(payload.shape)}")
+    batch, rows, n, skip, count = _HEADER.read(payload[:HEADER_BYTES].cpu().numpy().tobytes(), _refuse)
     if count != numel:
         raise ProtocolError(f"factors for {count} elements of a gradient, where {numel} are due")
     if rows != _rows(skip, count, n) or skip >= max(n, 1) or (count and not n):
@@ -125,6 +116,10 @@ def _read_header(payload: Tensor, numel: int) -> tuple[int, int, int, int]:
     if payload.numel() != due:
         raise ProtocolError(f"factors of {payload.numel()} B, where {batch} × ({rows} + {n}) numbers take {due} B")
     return batch, rows, n, skip
+
+
+def _refuse(reason: str) -> ProtocolError:
+    return ProtocolError(f"factors were refused: {reason}")
 
 
 def _rows(skip: int, count: int, n: int) -> int:

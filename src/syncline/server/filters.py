@@ -21,7 +21,7 @@ from syncline.codecs.kernels.random_bits import POSITION_FACTOR
 from syncline.errors import SpecError
 from syncline.specs import Registry, spec_of
 
-__all__ = ["Cache", "Filter", "FilterChain", "Significant", "Skip", "build_filter", "digest_of", "filter_names"]
+__all__ = ["Cache", "Filter", "FilterChain", "Significant", "Skip", "build_filter", "digest_of"]
 
 NO_FILTER = "none"
 """The spec of no filter, for places where only text can be written."""
@@ -36,6 +36,10 @@ class Filter(ABC):
     """
 
     name: ClassVar[str]
+    caches: bool = False
+    """Whether client and server remember lists of keys, so that a digest can replace a list."""
+    chooses: bool = True
+    """Whether it may hold values back; otherwise no residual is needed."""
 
     @abstractmethod
     def narrow(self, residual: Tensor, places: Tensor | None, number: int) -> Tensor | None:
@@ -43,16 +47,6 @@ class Filter(ABC):
 
         `residual` is a 1-D tensor of all unsent values, with the new ones added. `number` counts the pushes.
         """
-
-    @property
-    def caches(self) -> bool:
-        """Whether client and server remember lists of keys, so that a digest can replace a list."""
-        return False
-
-    @property
-    def chooses(self) -> bool:
-        """Whether it may hold values back; otherwise no residual is needed."""
-        return True
 
     def choose(self, residual: Tensor, number: int) -> Tensor | None:
         """The places to send now, sorted int64; None: all."""
@@ -84,14 +78,8 @@ class FilterChain(Filter):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise SpecError(f"{self!r}: {', '.join(twice)} stands there twice; once is enough")
-
-    @property
-    def caches(self) -> bool:
-        return any(link.caches for link in self.links)
-
-    @property
-    def chooses(self) -> bool:
-        return any(link.chooses for link in self.links)
+        object.__setattr__(self, "caches", any(link.caches for link in self.links))
+        object.__setattr__(self, "chooses", any(link.chooses for link in self.links))
 
     def narrow(self, residual: Tensor, places: Tensor | None, number: int) -> Tensor | None:
         for link in self.links:
@@ -113,14 +101,8 @@ class Cache(Filter):
     """
 
     name: ClassVar[str] = "cache"
-
-    @property
-    def caches(self) -> bool:
-        return True
-
-    @property
-    def chooses(self) -> bool:
-        return False
+    caches = True
+    chooses = False
 
     def narrow(self, residual: Tensor, places: Tensor | None, number: int) -> Tensor | None:
         return places
@@ -220,11 +202,6 @@ def build_filter(spec: str | Filter | None) -> Filter | None:
         raise SpecError(f"{spec!r}: 'none' stands alone, without arguments: it means that nothing is filtered")
     filters = tuple(FILTERS.make(link) for link in links)
     return filters[0] if len(filters) == 1 else FilterChain(filters)
-
-
-def filter_names() -> list[str]:
-    """The names of all filters."""
-    return FILTERS.names()
 
 
 def digest_of(keys: Tensor) -> int:

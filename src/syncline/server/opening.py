@@ -14,10 +14,10 @@ from syncline.errors import IncompatibleError, SpecError
 from syncline.server.client import Client, ClusterStatus
 from syncline.server.filters import Filter, build_filter
 from syncline.server.network import ServerNetwork, server_network
-from syncline.server.protocol import MAX_PIECE_ELEMENTS, Post
+from syncline.server.protocol import MAX_PIECE_ELEMENTS
 from syncline.server.rules import UpdateRule, build_rule
 from syncline.server.server import Server
-from syncline.server.space import Keys, SpaceDescription, pack_starts
+from syncline.server.space import SpaceDescription, pack_starts
 from syncline.world import World, current_world
 
 __all__ = ["TreeClient", "WorkerGroup", "groups_of", "open_space", "open_tree", "store", "watch_space"]
@@ -224,31 +224,18 @@ def groups_of(network: ServerNetwork, masters: int) -> list[WorkerGroup]:
 class TreeClient(Client):
     """A worker's client of its sub-master. Requests that are not about a step go to the root."""
 
-    root: Client
     server: Server | None = None
     _status = ClusterStatus()
 
     @property
     def status(self) -> ClusterStatus:
         """What the sub-master tells about the group. A request to stop may come from the root first."""
-        root = getattr(self, "root", None)  # the first replies arrive before it is set
-        return replace(self._status, stop=True) if root is not None and root.status.stop else self._status
+        root = self.root
+        return replace(self._status, stop=True) if root is not self and root.status.stop else self._status
 
     @status.setter
     def status(self, status: ClusterStatus) -> None:
         self._status = status
-
-    def get(self, keys: Keys = None) -> Tensor:
-        return self.root.get(keys)
-
-    def put(self, keys: Keys, values: Tensor) -> None:
-        self.root.put(keys, values)
-
-    def add(self, keys: Keys, values: Tensor) -> None:
-        self.root.add(keys, values)
-
-    def steps(self) -> list[int]:
-        return self.root.steps()
 
     def applied(self) -> bool:
         """Whether the sub-masters have relayed their last sums to the root and finished there."""
@@ -258,21 +245,6 @@ class TreeClient(Client):
     def stop(self) -> None:
         self.root.stop()
         super().stop()
-
-    def post(self, kind: str, values: Sequence[float]) -> None:
-        self.root.post(kind, values)
-
-    def read_posts(self, since: int = 0) -> list[Post]:
-        return self.root.read_posts(since)
-
-    def optimizer_state(self, names: Sequence[str] | None = None) -> list[str]:
-        return self.root.optimizer_state(names)
-
-    def read_state(self, slot: int) -> Tensor:
-        return self.root.read_state(slot)
-
-    def write_state(self, slot: int, values: Tensor) -> None:
-        self.root.write_state(slot, values)
 
     def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
         """Clocks of a checkpoint are those of all workers, and go to the root; the group gets its own separately."""
@@ -328,12 +300,10 @@ def open_tree(world: World, name: str, numel: int, masters: int, initial: Tensor
         quorum=quorum,
         filters=filters,
         parent=root.description.to_json().decode(),
+        initial=initial,
         client_class=TreeClient,
         **{**options, "rules": ["assign"] * len(options.get("bounds", (0,))), "damped": False},
     )
     assert isinstance(client, TreeClient)
     client.root, client.server = root, server
-    if network.me == group.workers[0]:
-        Client.put(client, None, initial)
-    world.barrier()
     return client

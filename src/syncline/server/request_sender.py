@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,13 +27,6 @@ __all__ = ["PendingRequest", "RequestSender", "ServerConnection"]
 
 MAX_REPLY_BYTES = REPLY_BYTES + protocol.MAX_INLINE_BYTES
 EMPTY_BODY = torch.empty(0, dtype=torch.uint8)
-
-
-@runtime_checkable
-class _Polled(Protocol):
-    """A handle that tells without waiting whether its message has arrived. Some backends have no such handles."""
-
-    def done(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -66,9 +58,10 @@ class PendingRequest:
         """Whether the reply has arrived, as far as the transport can tell without waiting."""
         if self.finished:
             return True
-        data = self.data_receive
-        received = data is None or (isinstance(data, _Polled) and data.done())
-        return self.reply_receive is not None and self.reply_receive.done() and received
+        if self.reply_receive is None or not self.reply_receive.done():
+            return False
+        poll: Callable[[], bool] | None = getattr(self.data_receive, "done", None)  # some transports cannot tell
+        return self.data_receive is None or (poll is not None and poll())
 
     @property
     def reads(self) -> bool:
@@ -105,10 +98,6 @@ class ServerConnection:
         self._finished: set[int] = set()
         self._wire = transport.runtime.lock()
         """Held while a header and its body are sent, so that no other task sends a body between them."""
-
-    def next_number(self) -> int:
-        self.last_number += 1
-        return self.last_number
 
     def blocking_request(self) -> PendingRequest | None:
         """The oldest request, if its reply must arrive before another request is sent; else None."""
@@ -282,7 +271,7 @@ class RequestSender:
                 connection.check()
                 oldest = connection.blocking_request()
                 if oldest is None:
-                    number = connection.next_number()
+                    number = connection.last_number = connection.last_number + 1
                     after = number - 1 if header.kind == protocol.BYE else header.after
                     header = header._replace(
                         space=self._space_id, number=number, after=after, acked=connection.acked, length=body.numel()

@@ -26,10 +26,9 @@ from syncline.errors import PeerLostError, ProtocolError, SynclineError, WorldEr
 from syncline.runtime import Event, Task
 from syncline.server import protocol
 from syncline.server.client import Client
-from syncline.server.client_session import OutgoingReply
 from syncline.server.network import ServerNetwork
-from syncline.server.protocol import REQUEST_BYTES, RequestHeader
-from syncline.server.request_handler import ReplyBuffers, RequestHandler, refuse
+from syncline.server.protocol import MAX_BODY_BYTES, REQUEST_BYTES, RequestHeader
+from syncline.server.request_handler import OutgoingReply, ReplyBuffers, RequestHandler, refuse
 from syncline.server.space import SpaceDescription
 from syncline.server.sub_master import AggregatingShard, Relay
 from syncline.transports import RequestListener
@@ -276,7 +275,9 @@ class Server:
         inline, arrived = header.length if header.length <= protocol.MAX_INLINE_BYTES else 0, len(data) - REQUEST_BYTES
         if arrived != inline:  # no body follows
             return header._replace(length=0), f"{arrived} B with a header that says {inline} (of {header.length})"
-        return header, self.handler.refusal_of(header) if not inline else ""
+        if header.length > MAX_BODY_BYTES:
+            return header, f"a body of {header.length} B; at most {MAX_BODY_BYTES} B are allowed"
+        return header, ""
 
     def _reject(self, member: int, header: RequestHeader, reason: str) -> None:
         self._refusals.warn(f"server {self.network.me} refuses a request of member {member}: {reason}")

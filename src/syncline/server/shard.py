@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
-from syncline.server.rules import HandlerRule, Sgd, TorchRule, UpdateRule, build_rule
-from syncline.server.rules.base import PieceOptimizer
+from syncline.server.protocol import Post
+from syncline.server.rules import HandlerRule, PieceOptimizer, Sgd, TorchRule, UpdateRule, build_rule
 from syncline.server.space import SpaceDescription
 
 __all__ = ["ParameterShard", "Push", "WorkerClocks", "add_pushes"]
@@ -36,6 +37,8 @@ MIN_SHARD_BYTES = 1 << 16
 """A smaller shard counts as this many bytes in that limit."""
 BLOCK_ELEMENTS = 1 << 16
 """Elements that a rule updates at once, so that they stay in the cache."""
+MAX_POSTS = 4096
+"""Posts kept for each space; the oldest are dropped."""
 NO_CLOCK = 1 << 62
 """The slowest clock when no worker trains any more."""
 
@@ -121,7 +124,7 @@ class WorkerClocks:
 
     def _update(self) -> None:
         self.total_steps = sum(self.of.values())
-        self.slowest = min((self.of[worker] for worker in self._training), default=NO_CLOCK)
+        self.slowest = min(map(self.of.__getitem__, self._training), default=NO_CLOCK)
 
 
 @dataclass
@@ -151,6 +154,8 @@ class ParameterShard:
         self.group_steps: dict[str, list[int]] = {}
         """From sub-masters, for each of their workers: its steps, and how many of them were late."""
         self.late_steps: dict[int, int] = {}
+        self.posts: deque[Post] = deque(maxlen=MAX_POSTS)
+        """The latest posts. A gap in the numbers tells a reader that it has missed some."""
         self.version = 0
         """Counts how often the weights were replaced. Each time the clients' views become invalid."""
         self._logs_events = server == 0
@@ -429,7 +434,8 @@ class ParameterShard:
         """Steps of other workers between a worker's last read and the first push of its current step."""
         if worker not in self._others_at_read:
             return 0
-        return self._step_staleness.get(worker, self._steps_of_others(worker) - self._others_at_read[worker])
+        steps_of_others = self.clocks.total_steps - self.clocks.of[worker]
+        return self._step_staleness.get(worker, steps_of_others - self._others_at_read[worker])
 
     def begin_step(self, worker: int) -> None:
         """Record the staleness of a step at its first push; later pushes of the same step change nothing."""
@@ -439,10 +445,7 @@ class ParameterShard:
     def note_read(self, worker: int) -> None:
         """Record that a worker reads the weights for its next step."""
         if worker in self._others_at_read:
-            self._others_at_read[worker] = self._steps_of_others(worker)
-
-    def _steps_of_others(self, worker: int) -> int:
-        return self.clocks.total_steps - self.clocks.of[worker]
+            self._others_at_read[worker] = self.clocks.total_steps - self.clocks.of[worker]
 
     # The optimizer state: the tensors that the rules keep.
 

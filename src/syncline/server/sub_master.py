@@ -21,13 +21,12 @@ from torch import Tensor
 from syncline.errors import SynclineError
 from syncline.server import protocol
 from syncline.server.client import Client, Future
-from syncline.server.client_session import OutgoingReply
 from syncline.server.network import ServerNetwork
 from syncline.server.shard import NO_CLOCK, ParameterShard, Push, add_pushes
 from syncline.server.space import SpaceDescription
 
 if TYPE_CHECKING:
-    from syncline.server.request_handler import RequestHandler
+    from syncline.server.request_handler import OutgoingReply, RequestHandler
 
 __all__ = ["AggregatedPush", "AggregatingShard", "Relay"]
 
@@ -171,7 +170,7 @@ class Relay:
                 client.hello()
             while self._await_sum(client):
                 total = self._shard.sums[0]
-                values = self._communicator(client, total)
+                values = self._push_to_parent(client, total)
                 self._act(lambda: self._handler.finish_sum(self._shard, values, client.status.stop))  # noqa: B023
             if self._client is None and not self._stopped:
                 client.close()
@@ -199,7 +198,7 @@ class Relay:
             self._wakened.wait(None, f"a step of the workers of {shard.description.name!r}")
         return False
 
-    def _communicator(self, client: Client, total: AggregatedPush) -> list[tuple[int, Tensor]]:
+    def _push_to_parent(self, client: Client, total: AggregatedPush) -> list[tuple[int, Tensor]]:
         """Push a sum to the parent and read the new weights, each range with its first key."""
         min_clock = client.clock + 1 if client.description.synchronous else -1
         encoded, pushes = client.description.codec is not None, total.pushes

@@ -45,7 +45,6 @@ __all__ = [
     "check_gradients",
     "load_shared_reducer_state",
     "local_reducer_state",
-    "loss_scale",
     "mean_of_all",
     "shared_reducer_state",
     "strategy_run",
@@ -624,19 +623,6 @@ def check_gradients(run: StrategyRun) -> None:
     raise DivergedError(
         f"NaN or Inf in the gradient of {name} on rank {rank}", rank=rank, parameter=name, step=run.stats.steps
     )
-
-
-def loss_scale(optimizer: Optimizer) -> float | None:
-    """The loss scale of the gradients at an optimizer's step, usually 1; None if the step is skipped.
-
-    A GradScaler divides the gradients by its scale before `optimizer.step()`, and skips the step if one of them is not
-    finite. A fused optimizer does both itself: the scaler then sets `grad_scale` and `found_inf` on the optimizer.
-    """
-    skipped: Tensor | None = getattr(optimizer, "found_inf", None)
-    if skipped is not None and bool(skipped.item()):
-        return None
-    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
 
 
 def shared_reducer_state(gradients: GradientReducer) -> dict[str, Any]:

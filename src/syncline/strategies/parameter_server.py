@@ -36,7 +36,7 @@ from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule
 from syncline.server.shard import NO_CLOCK
 from syncline.specs import parse
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import RunSettings, Strategy, check_gradients, loss_scale
+from syncline.strategies.base import RunSettings, Strategy, check_gradients
 from syncline.strategies.control import POLL_SECONDS, ControlChannel
 from syncline.strategies.gradient_pusher import GradientPusher, check_filters, client_filter, group_bounds
 from syncline.strategies.key_map import KeyMap, read_optimizer, write_optimizer
@@ -137,6 +137,7 @@ class ParameterServerRun(AsynchronousRun):
         """The factor of this step's gradients: the worker's weight divided by a GradScaler's scale."""
         self._hidden_gradients: list[Tensor | None] | None = None
         self._counted_bytes = (0, 0)
+        self._now = self.world.runtime.now
         self.pushed: list[Future] = []
         """Pushes that this worker has not waited for."""
         self.client = self.open_client(filters)
@@ -331,7 +332,7 @@ class ParameterServerRun(AsynchronousRun):
     @contextmanager
     def timed_wait(self, what: str) -> Iterator[None]:
         """Inside, the worker waits for its servers; the stats count the time."""
-        now = self.world.runtime.now
+        now = self._now
         begin = now()
         with self.explain_errors():
             yield
@@ -375,7 +376,7 @@ class ParameterServerRun(AsynchronousRun):
             )
         if self.settings.check_finite:
             check_gradients(self)
-        scale = loss_scale(optimizer)
+        scale = _loss_scale(optimizer)
         self.absent = self._gather_gradients()
         if scale is None:  # a GradScaler skips this step, because a gradient is not finite
             self.absent = list(range(len(self.parameters)))
@@ -744,6 +745,19 @@ def _check_codec(codec: Codec | None) -> None:
             f"{codec!r} sums whole matrices among the workers, and servers hold one row of keys: give a codec that "
             "works on any piece, such as quantize(4) or topk(0.01), or factors=True, or take strategy allreduce"
         )
+
+
+def _loss_scale(optimizer: Optimizer) -> float | None:
+    """The loss scale of the gradients at an optimizer's step, usually 1; None if the step is skipped.
+
+    A GradScaler divides the gradients by its scale before `optimizer.step()`, and skips the step if one of them is not
+    finite. A fused optimizer does both itself: the scaler then sets `grad_scale` and `found_inf` on the optimizer.
+    """
+    skipped: Tensor | None = getattr(optimizer, "found_inf", None)
+    if skipped is not None and bool(skipped.item()):
+        return None
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +25,13 @@ import zmq
 
 from syncline.environment import detect
 from syncline.errors import SynclineError, UnsupportedError
-from syncline.server.network import ServerNetwork, join_network, network_of, read_roles
+from syncline.server.network import ServerNetwork, join_network, network_of, read_roles, server_network
 from syncline.server.server import Server
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.key_value_store import listening_address
+from syncline.world import World
 
-__all__ = [
-    "SERVER_PROGRAM",
-    "BareEcho",
-    "ServerCommands",
-    "open_echo",
-    "resident_bytes",
-    "serve_commands",
-    "split_bytes",
-]
+__all__ = ["SERVER_PROGRAM", "BareEcho", "ServerCommands", "echo_processes", "keep_in_flight", "resident_bytes"]
 
 ZEROMQ_MESSAGE_BYTES = 1 << 20
 """A bare ZeroMQ message of 40 MB would be slower."""
@@ -48,46 +42,6 @@ RECEIVE_TIMEOUT_S = 120.0
 COMMAND_POLL_S = 0.002
 
 
-class BareEcho(Protocol):
-    """A bare echo among the members of a network, with one object in each process."""
-
-    def ask(self, servers: Sequence[int], nbytes: int, calls: int, depth: int) -> None:
-        """On a client: send and receive `nbytes`, `calls` times, with `depth` requests at once."""
-        ...
-
-    def answer(self, nbytes: int, messages: int, depth: int) -> None:
-        """On a server: send back this number of messages from any client."""
-        ...
-
-    def command(self, server: int, numbers: Sequence[int]) -> None:
-        """On worker 0: send a command to a server."""
-        ...
-
-    def next_command(self) -> Sequence[int]:
-        """On a server: wait for the next command, without a timeout and without the servers' own network."""
-        ...
-
-    def reply(self, numbers: Sequence[int]) -> None:
-        """On a server: answer the command."""
-        ...
-
-    def read_reply(self, server: int) -> Sequence[int]:
-        """On worker 0: the answer of a server."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def open_echo(network: ServerNetwork) -> BareEcho:
-    """Open a bare echo on the network's engine. A collective call of all members."""
-    name = network.transport.name
-    if name == "zeromq":
-        return _ZeromqEcho(network)
-    if name == "mpi":
-        return _MpiEcho(network)
-    raise UnsupportedError(f"there is no bare echo on {name}; take --engine zeromq or --engine mpi")
-
-
 def split_bytes(nbytes: int, parts: int) -> list[int]:
     """Split float32 values evenly, as shards are.
 
@@ -96,6 +50,15 @@ def split_bytes(nbytes: int, parts: int) -> list[int]:
     """
     base, more = divmod(nbytes // 4, parts)
     return [4 * (base + (part < more)) for part in range(parts)]
+
+
+def keep_in_flight(calls: int, depth: int, send: Callable[[int], object], receive: Callable[[int], object]) -> None:
+    """Send and receive `calls` requests, by their numbers, with `depth` of them in flight."""
+    for call in range(calls + depth):
+        if depth <= call:
+            receive(call - depth)
+        if call < calls:
+            send(call)
 
 
 def _split_messages(buffer: Any) -> list[Any]:
@@ -140,27 +103,27 @@ class _ZeromqEcho:
         return rows
 
     def ask(self, servers: Sequence[int], nbytes: int, calls: int, depth: int) -> None:
+        """On a client: send and receive `nbytes`, `calls` times, with `depth` requests at once."""
         lines = [
             (self._dealers[server], self._rows((server, nbytes, depth), nbytes, depth))
             for server, nbytes in zip(servers, split_bytes(nbytes, len(servers)), strict=True)
             if nbytes
         ]
-        under_way: deque[int] = deque()
-        for call in range(calls + depth):
-            if len(under_way) == depth or call >= calls:
-                if not under_way:
-                    break
-                done = under_way.popleft()
-                for socket, rows in lines:
-                    for part in rows[done % depth]:
-                        part[:] = np.frombuffer(socket.recv(copy=False).buffer, np.uint8)
-            if call < calls:
-                for socket, rows in lines:
-                    for part in rows[call % depth]:
-                        socket.send(part, copy=len(part) < ZEROMQ_MESSAGE_BYTES)
-                under_way.append(call)
+
+        def send(call: int) -> None:
+            for socket, rows in lines:
+                for part in rows[call % depth]:
+                    socket.send(part, copy=len(part) < ZEROMQ_MESSAGE_BYTES)
+
+        def receive(call: int) -> None:
+            for socket, rows in lines:
+                for part in rows[call % depth]:
+                    part[:] = np.frombuffer(socket.recv(copy=False).buffer, np.uint8)
+
+        keep_in_flight(calls, depth, send, receive)
 
     def answer(self, nbytes: int, messages: int, depth: int) -> None:
+        """On a server: send back this number of messages from any client."""
         socket = self._router
         assert socket is not None, "a server has a ROUTER"
         buffers: dict[bytes, Any] = {}
@@ -178,9 +141,11 @@ class _ZeromqEcho:
                     socket.send_multipart([name, part], copy=len(part) < ZEROMQ_MESSAGE_BYTES)
 
     def command(self, server: int, numbers: Sequence[int]) -> None:
+        """On worker 0: send a command to a server."""
         self._dealers[server].send(np.array(numbers, np.int64).tobytes())
 
     def next_command(self) -> Sequence[int]:
+        """On a server: wait for the next command, without a timeout and without the servers' own network."""
         assert self._router is not None, "a server has a ROUTER"
         while not self._router.poll(int(1000 * RECEIVE_TIMEOUT_S)):
             continue  # this process ends with worker 0
@@ -188,10 +153,12 @@ class _ZeromqEcho:
         return [int(each) for each in np.frombuffer(numbers, np.int64)]
 
     def reply(self, numbers: Sequence[int]) -> None:
+        """On a server: answer the command."""
         assert self._router is not None, "a server has a ROUTER"
         self._router.send_multipart([self._master, np.array(numbers, np.int64).tobytes()])
 
     def read_reply(self, server: int) -> Sequence[int]:
+        """On worker 0: the answer of a server."""
         return [int(each) for each in np.frombuffer(self._dealers[server].recv(), np.int64)]
 
     def close(self) -> None:
@@ -199,7 +166,7 @@ class _ZeromqEcho:
 
 
 class _MpiEcho:
-    """Calls of MPI on a separate communicator."""
+    """The same by calls of MPI, on a separate communicator."""
 
     def __init__(self, network: ServerNetwork) -> None:
         transport: Any = network.transport
@@ -221,18 +188,18 @@ class _MpiEcho:
             for server, nbytes in zip(servers, split_bytes(nbytes, len(servers)), strict=True)
             if nbytes
         ]
-        under_way: deque[list[Any]] = deque()
-        for call in range(calls + depth):
-            if len(under_way) == depth or call >= calls:
-                if not under_way:
-                    break
-                sent = under_way.popleft()
-                for server, _, into in lines:
-                    comm.Recv(into, server, ANSWER_TAG)
-                for request in sent:
-                    request.Wait()
-            if call < calls:
-                under_way.append([comm.Isend(row, server, REQUEST_TAG) for server, row, _ in lines])
+        sent: deque[list[Any]] = deque()
+
+        def send(call: int) -> None:
+            sent.append([comm.Isend(row, server, REQUEST_TAG) for server, row, _ in lines])
+
+        def receive(call: int) -> None:
+            for server, _, into in lines:
+                comm.Recv(into, server, ANSWER_TAG)
+            for request in sent.popleft():
+                request.Wait()
+
+        keep_in_flight(calls, depth, send, receive)
 
     def answer(self, nbytes: int, messages: int, depth: int) -> None:
         row, status = self._row(("end", nbytes), nbytes), self._mpi.Status()
@@ -261,6 +228,37 @@ class _MpiEcho:
 
     def close(self) -> None:
         self._comm.Free()
+
+
+BareEcho = _ZeromqEcho | _MpiEcho
+"""A bare echo among the members of a network, with one object in each process."""
+
+
+def open_echo(network: ServerNetwork) -> BareEcho:
+    """Open a bare echo on the network's engine. A collective call of all members."""
+    name = network.transport.name
+    if name == "zeromq":
+        return _ZeromqEcho(network)
+    if name == "mpi":
+        return _MpiEcho(network)
+    raise UnsupportedError(f"there is no bare echo on {name}; take --engine zeromq or --engine mpi")
+
+
+@contextmanager
+def echo_processes(world: World) -> Iterator[tuple[ServerNetwork, BareEcho, ServerCommands]]:
+    """The network of a benchmark, its echo, and the commands to its servers, which end with the block."""
+    network = server_network(world)
+    echo = open_echo(network)
+    server = None if network.dedicated else world.runtime.spawn(serve_commands, echo, name="echo")
+    commands = ServerCommands(echo, network.servers)
+    yield network, echo, commands
+    world.barrier()
+    if world.rank == 0:
+        commands.end()
+    if server is not None:
+        server.join(world.transport.timeout)
+    world.barrier()
+    echo.close()
 
 
 def _own_address(network: ServerNetwork) -> str:

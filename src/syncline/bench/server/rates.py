@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from syncline.bench.measuring import Summary, format_size, quiet_machine, ratios, summarize
-from syncline.bench.server.echo import BareEcho, ServerCommands, open_echo, serve_commands
+from syncline.bench.server.echo import BareEcho, ServerCommands, echo_processes, keep_in_flight
 from syncline.server.client import Client, Future
-from syncline.server.network import ServerNetwork, server_network
+from syncline.server.network import ServerNetwork
 from syncline.server.opening import open_space
 from syncline.world import World, allreduce, broadcast, init
 
@@ -91,34 +91,24 @@ class _Row:
 
 def measure(plan: RatesPlan) -> None:
     """Run the benchmark on this worker; worker 0 writes the results to `plan.out`."""
-    with init(transport=plan.engine) as world, quiet_machine():
-        network = server_network(world)
-        echo = open_echo(network)
-        server = None if network.dedicated else world.runtime.spawn(serve_commands, echo, name="echo")
-        commands = ServerCommands(echo, network.servers)
+    with init(transport=plan.engine) as world, quiet_machine(), echo_processes(world) as (network, echo, commands):
         rows = []
         for active in plan.workers:
             servers = network.servers if network.dedicated else network.servers[:active]
             for nbytes in plan.sizes:
                 rows += _compare(_Row(world, network, commands, echo, plan, servers, active, nbytes))
-        world.barrier()
+        document = {
+            "kind": "server",
+            "engine": plan.engine,
+            "workers": world.size,
+            "servers": len(network.servers) if network.dedicated else 0,
+            "hosts": list(world.hosts),
+            "lab": os.environ.get("SYNCLINE_LAB", ""),
+            "plan": asdict(plan),
+            "results": rows,
+        }
         if world.rank == 0:
-            commands.end()
-            document = {
-                "kind": "server",
-                "engine": plan.engine,
-                "workers": world.size,
-                "servers": len(network.servers) if network.dedicated else 0,
-                "hosts": list(world.hosts),
-                "lab": os.environ.get("SYNCLINE_LAB", ""),
-                "plan": asdict(plan),
-                "results": rows,
-            }
             Path(plan.out).write_text(json.dumps(document, indent=1))
-        if server is not None:
-            server.join(world.transport.timeout)
-        world.barrier()
-        echo.close()
 
 
 def _compare(setting: _Row) -> list[dict[str, Any]]:
@@ -138,10 +128,10 @@ def _compare(setting: _Row) -> list[dict[str, Any]]:
             times[name].append(_turn(setting, name, contenders[name], calls[name]))
     world.barrier()
     space.close()
-    slowest = {name: allreduce(torch.tensor([t for t, _ in own], dtype=torch.float64), "max").tolist()
-               for name, own in times.items()}  # fmt: skip
-    worked = {name: allreduce(torch.tensor([c for _, c in own], dtype=torch.float64), "sum").tolist()
-              for name, own in times.items()}  # fmt: skip
+    slowest, worked = {}, {}
+    for name, own in times.items():
+        seconds, processor = torch.tensor(own, dtype=torch.float64).T.contiguous()
+        slowest[name], worked[name] = allreduce(seconds, "max").tolist(), allreduce(processor, "sum").tolist()
     return [_row(setting, name, slowest, worked) for name in contenders]
 
 
@@ -172,12 +162,12 @@ def _requester(space: Client, nbytes: int, depth: int) -> Callable[[int], None]:
 
     def ask(calls: int) -> None:
         in_flight: deque[Future] = deque()
-        for call in range(calls):
-            if len(in_flight) == depth:
-                in_flight.popleft().wait()
-            in_flight.append(space.push_pull(None, values, rows[call % depth]))
-        for future in in_flight:
-            future.wait()
+        keep_in_flight(
+            calls,
+            depth,
+            send=lambda call: in_flight.append(space.push_pull(None, values, rows[call % depth])),
+            receive=lambda call: in_flight.popleft().wait(),
+        )
 
     return ask
 
@@ -218,9 +208,7 @@ def rates_table(document: dict[str, Any]) -> str:
         f"{'size':>6} {'workers':>7} {'servers':>7} {'contender':10} {'median ms':>10} {'95 % interval':>18} "
         f"{'GB/s':>7} {'requests/s':>10} {'of echo':>8} {'95 % interval':>14} {'CPU µs':>9} {'÷ echo':>6}",
     ]
-    for row in document["results"]:
-        lines.append(_line(row))
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(_line, document["results"])])
 
 
 def _line(row: dict[str, Any]) -> str:

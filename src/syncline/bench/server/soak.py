@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.bench.server.echo import ServerCommands, open_echo, resident_bytes, serve_commands
+from syncline.bench.server.echo import ServerCommands, echo_processes, resident_bytes
 from syncline.errors import ProtocolError
 from syncline.server.client import Client, Future
 from syncline.server.filters import build_filter
-from syncline.server.network import server_network
 from syncline.server.opening import open_space
 from syncline.world import World, allgather, allreduce, broadcast, init
 
@@ -74,7 +73,7 @@ class SoakedSpace:
         self.coded = "codec" in options
         self._rng = rng
         self._lists = [self._draw_list() for _ in range(KEY_LISTS)] if filters is not None and filters.caches else []
-        self._in_flight: deque[Callable[[], None]] = deque()
+        self._in_flight: deque[Callable[[], object]] = deque()
         self._last: list[int] = []
 
     def request(self) -> str:
@@ -96,7 +95,7 @@ class SoakedSpace:
         if kind == "push":
             future = self.client.push(keys, values)
             self._last = [future.timestamp]
-            self._in_flight.append(lambda: _finish(future))
+            self._in_flight.append(future.wait)
         elif kind == "add":
             self.client.add(keys, values)
         else:
@@ -157,14 +156,10 @@ class SoakedSpace:
 
 def soak(plan: SoakPlan) -> None:
     """Run on this worker; worker 0 writes the results to `plan.out`. A wrong answer is a `ProtocolError`."""
-    with init(transport=plan.engine) as world:
+    with init(transport=plan.engine) as world, echo_processes(world) as (network, _, commands):
         torch.set_num_threads(1)
         torch.manual_seed(plan.seed + world.rank)
         rng = random.Random(f"{plan.seed} {world.rank}")
-        network = server_network(world)
-        echo = open_echo(network)
-        commands = ServerCommands(echo, network.servers)
-        server = None if network.dedicated else world.runtime.spawn(serve_commands, echo, name="echo")
         spaces = [SoakedSpace(world, name, settings, rng) for name, settings in SPACES.items()]
         counts: Counter[str] = Counter()
         samples: list[dict[str, Any]] = []
@@ -183,26 +178,16 @@ def soak(plan: SoakPlan) -> None:
         totals = allreduce(torch.tensor([counts[kind] for kind in COUNTED], dtype=torch.float64), "sum").tolist()
         for space in spaces:
             space.client.close()
-        world.barrier()
+        document = {
+            "kind": "soak",
+            "plan": asdict(plan),
+            "workers": world.size,
+            "servers": len(network.servers) if network.dedicated else 0,
+            "counts": dict(zip(COUNTED, map(int, totals), strict=True)),
+            "samples": samples,
+        }
         if world.rank == 0:
-            commands.end()
-            document = {
-                "kind": "soak",
-                "plan": asdict(plan),
-                "workers": world.size,
-                "servers": len(network.servers) if network.dedicated else 0,
-                "counts": dict(zip(COUNTED, map(int, totals), strict=True)),
-                "samples": samples,
-            }
             Path(plan.out).write_text(json.dumps(document, indent=1))
-        if server is not None:
-            server.join(world.transport.timeout)
-        world.barrier()
-        echo.close()
-
-
-def _finish(future: Future) -> None:
-    future.wait()
 
 
 def _over(world: World, mine: bool) -> bool:

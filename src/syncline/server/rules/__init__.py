@@ -1,20 +1,18 @@
-"""Update rules: what a server does with pushed values. One rule per file; also torch's optimizers, and handlers."""
+"""Update rules: what a server does with pushed values. The elementwise ones, torch's optimizers, and handlers."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from syncline.errors import SpecError
-from syncline.server.rules.adagrad import Adagrad
-from syncline.server.rules.adam import Adam
-from syncline.server.rules.base import PieceOptimizer, UpdateRule
+from syncline.server.rules.base import UpdateRule
+from syncline.server.rules.elementwise import Adagrad, Adam, Add, Assign, Momentum, Sgd
 from syncline.server.rules.handlers import HandlerRule, handler_names
-from syncline.server.rules.plain import Add, Assign
-from syncline.server.rules.sgd import Momentum, Sgd
-from syncline.server.rules.torch_rule import TorchRule, rule_of, torch_rule
+from syncline.server.rules.torch_rule import PieceOptimizer, TorchRule, rule_of, torch_rule
 from syncline.specs import Registry
 
 __all__ = [
+    "RULES",
     "Adagrad",
     "Adam",
     "Add",
@@ -26,7 +24,6 @@ __all__ = [
     "TorchRule",
     "UpdateRule",
     "build_rule",
-    "rule_names",
     "rule_of",
     "torch_rule",
 ]
@@ -62,8 +59,3 @@ def build_rule(spec: str | UpdateRule) -> UpdateRule:
         raise SpecError(f"a rule is one name, not a chain: {spec!r}")
     known = links[0].name in RULES.names()
     return (RULES if known else _registry(*handler_names())).make(links[0])
-
-
-def rule_names() -> list[str]:
-    """The names of all rules, without handlers."""
-    return RULES.names()

@@ -13,34 +13,17 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from syncline.errors import ProtocolError, SpecError
+from syncline.errors import SpecError
 from syncline.specs import spec_of
 
-__all__ = ["PieceOptimizer", "UpdateRule"]
+if TYPE_CHECKING:
+    from syncline.server.rules.torch_rule import PieceOptimizer
 
-
-class PieceOptimizer(Protocol):
-    """A rule that is not elementwise, with its state, for one piece of the weights."""
-
-    def apply(self, update: Tensor, rate: float | None = None, first: int = 0) -> None:
-        """Update the piece in place, or whole parameters of it from element `first` on. `update` may be overwritten."""
-        ...
-
-    def use(self, rule: Any) -> None:
-        """Continue with other settings of the same optimizer."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the state: tensors as long as the piece, or single numbers."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state; an empty one is a fresh start."""
-        ...
+__all__ = ["UpdateRule"]
 
 
 class UpdateRule(ABC):
@@ -70,19 +53,11 @@ class UpdateRule(ABC):
         raise AssertionError(f"{self!r} is not elementwise: open() it for each piece")
 
     def open(self, weights: Tensor, starts: Sequence[int] = ()) -> PieceOptimizer:
-        """For a rule that is not elementwise: begin with a piece, a 1-D float32 tensor that is updated in place.
+        """For a rule that is not elementwise: the optimizer of a piece, a 1-D float32 tensor that is updated in place.
 
         `starts` are the elements at which other parameters begin. A step may leave some parameters out.
         """
         raise AssertionError(f"{self!r} is elementwise: apply() it")
-
-    def pick(self, rate: float | None, own: float) -> float:
-        """The learning rate of a push, or the rule's own if the push has none."""
-        if rate is None:
-            return own
-        if not math.isfinite(rate):
-            raise ProtocolError(f"a push to {self!r} has the rate {rate}: give a finite number, or none")
-        return rate
 
     def check(self, name: str, low: float = 0.0, below: float = math.inf) -> None:
         """Raise a `SpecError` if a setting is not a number of at least `low` and less than `below`."""

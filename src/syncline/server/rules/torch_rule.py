@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.server.rules.base import UpdateRule
-from syncline.server.rules.sgd import Sgd
+from syncline.server.rules.elementwise import Sgd
 from syncline.specs import Spec, nearest
 
-__all__ = ["TorchRule", "rule_of", "torch_rule"]
+__all__ = ["PieceOptimizer", "TorchRule", "rule_of", "torch_rule"]
 
 ELEMENTWISE_OPTIMIZERS = (
     "ASGD",
@@ -94,20 +94,20 @@ class TorchRule(UpdateRule):
     @cached_property
     def slots(self) -> dict[str, bool]:
         """The names of its state after a step, and whether each has one element for each weight."""
-        probe = _Piece(self, torch.zeros(2, dtype=torch.float32))
+        probe = PieceOptimizer(self, torch.zeros(2, dtype=torch.float32))
         probe.apply(torch.zeros(2, dtype=torch.float32))
         return {name: each.dim() > 0 for name, each in probe.state_dict().items()}
 
-    def open(self, weights: Tensor, starts: Sequence[int] = ()) -> _Piece:
+    def open(self, weights: Tensor, starts: Sequence[int] = ()) -> PieceOptimizer:
         if weights.dtype != torch.float32 or weights.dim() != 1 or not weights.is_contiguous():
             raise IncompatibleError(f"{self!r} works on a 1-D float32 tensor, not {weights.dtype}{list(weights.shape)}")
-        return _Piece(self, weights, starts)
+        return PieceOptimizer(self, weights, starts)
 
     def __repr__(self) -> str:
         return str(Spec(self.name, (self.optimizer,), dict(self.options)))
 
 
-class _Piece:
+class PieceOptimizer:
     """The optimizer of one piece. It has one parameter, the piece. After a step that leaves out some of the model's
     parameters in the piece, it has these parameters instead.
     """
@@ -129,6 +129,7 @@ class _Piece:
         return list(zip(self._spans, self._group["params"], strict=True))
 
     def apply(self, update: Tensor, rate: float | None = None, first: int = 0) -> None:
+        """Update the piece in place, or whole parameters of it from element `first` on. `update` may be overwritten."""
         after = first + update.numel()
         if (first, after) != (0, self._weights.numel()):
             if first not in self._edges or after not in self._edges:
@@ -137,19 +138,22 @@ class _Piece:
                     f"at {self._edges[:-1]}"
                 )
             self._split()
-        self._group["lr"] = self.rule.pick(rate, self._rate)
-        for (start, stop), parameter in self._parts:
+        group = self._group
+        group["lr"] = self._rate if rate is None else rate
+        for (start, stop), parameter in zip(self._spans, group["params"], strict=True):
             if first <= start and stop <= after:
                 parameter.grad = update[start - first : stop - first]
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def use(self, rule: TorchRule) -> None:
+        """Continue with other settings of the same optimizer."""
         fresh = rule.make(torch.zeros(1, dtype=torch.float32)).param_groups[0]
         self._group.update({name: value for name, value in fresh.items() if name != "params"})
         self.rule, self._rate = rule, float(fresh["lr"])
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the state: tensors as long as the piece, or single numbers."""
         states = [self._optimizer.state[parameter] for _, parameter in self._parts]
         names = dict.fromkeys(name for state in states for name, each in state.items() if isinstance(each, Tensor))
         if len(states) == 1:
@@ -163,6 +167,7 @@ class _Piece:
         return rows
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from a state; an empty one is a fresh start."""
         slots = self.rule.slots
         if state and not slots.keys() <= state.keys():
             raise IncompatibleError(f"{self.rule!r} keeps {sorted(slots)}, and what is to be loaded {sorted(state)}")

@@ -53,29 +53,21 @@ _process_worlds: list[World] = []
 
 
 class Closeable(Protocol):
-    """An object that a world closes at its end."""
+    """An object that a world closes at its end. Other ranks need not do the same."""
 
-    def close(self) -> None:
-        """Release it. Other ranks need not do the same."""
-        ...
+    def close(self) -> None: ...
 
 
 class OpenRun(Protocol):
     """A run of `sl.distribute` that is not closed: the members that the world uses."""
 
     @property
-    def model(self) -> torch.nn.Module:
-        """The model that is trained."""
-        ...
+    def model(self) -> torch.nn.Module: ...
 
     @property
-    def strategy(self) -> object:
-        """The synchronisation strategy."""
-        ...
+    def strategy(self) -> object: ...
 
-    def close(self) -> None:
-        """End the run. Every rank calls it."""
-        ...
+    def close(self) -> None: ...
 
     def close_at_exit(self) -> None:
         """End the run at the exit of the process if other ranks still need this one."""
@@ -113,7 +105,7 @@ class World:
         self.events = Recorder(transport.runtime.now, lock=transport.runtime.lock())
         self.engine = transport.name
         """The name of the transport in `init`."""
-        self._transport = transport
+        self.transport = transport
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._host_numbers = tuple(numbers[host] for host in hosts)
         self.lanes = lanes
@@ -130,7 +122,7 @@ class World:
     @property
     def device(self) -> torch.device:
         """The GPU with this process's local rank; the CPU if there is no GPU."""
-        if torch.cuda.is_available() and not self._transport.timing.virtual:
+        if torch.cuda.is_available() and not self.transport.timing.virtual:
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
@@ -147,35 +139,30 @@ class World:
     @property
     def runtime(self) -> Runtime:
         """Tasks, events, sleep and the clock of this rank: threads, or the simulator's."""
-        return self._transport.runtime
-
-    @property
-    def transport(self) -> Transport:
-        """The transport of this world."""
-        return self._transport
+        return self.transport.runtime
 
     @property
     def job_channel(self) -> Transport:
         """The channel of all processes of the job: the ranks first, then servers and evaluators where there are any."""
-        return self._transport.job_channel
+        return self.transport.job_channel
 
     @property
     def wide(self) -> Transport | None:
         """Deprecated: use `job_channel`."""
         warn_deprecated("world.wide", "world.job_channel")
-        return self.job_channel if self._transport.extra_roles else None
+        return self.job_channel if self.transport.extra_roles else None
 
     @property
     def lost(self) -> dict[int, str]:
         """The lost ranks, each with the reason, from the launcher and the transports."""
-        found = self._transport.lost()
+        found = self.transport.lost()
         for transport in self._other_transports:
             found = {**{rank: why for rank, why in transport.lost().items() if rank < self.size}, **found}
         return found
 
     def gone_reason(self, rank: int) -> str:
         """Why a rank sends nothing more: it is lost or has left its world. Empty while it is present."""
-        transports = (self._transport, *self._other_transports)
+        transports = (self.transport, *self._other_transports)
         return next((reason for each in transports if (reason := each.gone_reason(rank))), "")
 
     def count_losses_of(self, transport: Transport) -> None:
@@ -187,7 +174,7 @@ class World:
         self.check_open()
         members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
-        group = Group(self, members, self._transport.split(members), hosts, self.lanes)
+        group = Group(self, members, self.transport.split(members), hosts, self.lanes)
         self._groups.append(group)
         return group
 
@@ -243,7 +230,7 @@ class World:
 
     def compute(self, seconds: float) -> None:
         """Simulate a computation of so many seconds: virtual seconds in a simulation, a sleep otherwise."""
-        self.runtime.sleep(seconds * self._transport.timing.slowdown())
+        self.runtime.sleep(seconds * self.transport.timing.slowdown())
 
     def init_simulated(self, options: InitOptions) -> World:
         """The result of `init` on a simulated rank: this world, set up with these options."""
@@ -257,14 +244,14 @@ class World:
         self.claimed, self.closed = True, False
         self.check = self.check or options.check
         if options.timeout != DEFAULT_TIMEOUT_S:
-            self._transport.timeout = options.timeout
+            self.transport.timeout = options.timeout
         return self
 
     def init_again(self, options: InitOptions) -> World:
         """The result of a second `init`: this world. Raises if the options differ."""
         allowed: dict[str, tuple[object, ...]] = {  # the present value first
-            "transport": (self.engine, None, self._transport),
-            "timeout": (self._transport.timeout, DEFAULT_TIMEOUT_S),
+            "transport": (self.engine, None, self.transport),
+            "timeout": (self.transport.timeout, DEFAULT_TIMEOUT_S),
             "check": (self.check, False),
         }
         for name, values in allowed.items():
@@ -278,11 +265,11 @@ class World:
 
     def set_up(self, options: InitOptions) -> World:
         """Make the default process group and hide the launcher's variables, if the options say so."""
-        if self._transport.timing.virtual:
+        if self.transport.timing.virtual:
             return self
         if options.process_group:
             torch_dist = importlib.import_module("syncline.transports.torch_dist.process_groups")
-            self.keep("process group", lambda: torch_dist.DefaultGroup(self.environment, self._transport.timeout))
+            self.keep("process group", lambda: torch_dist.DefaultGroup(self.environment, self.transport.timeout))
         if options.hide:
             self._hidden |= hide(os.environ)
         return self
@@ -319,9 +306,9 @@ class World:
         restore(os.environ, self._hidden)
         self.everyone.stop_task()
         self.release_groups()
-        if self._transport.extra_roles:
+        if self.transport.extra_roles:
             self.job_channel.close()
-        self._transport.close()
+        self.transport.close()
         if self in _process_worlds:
             _process_worlds.remove(self)
             atexit.unregister(self._leave_at_exit)
@@ -362,13 +349,13 @@ class World:
         if error is None:
             self.close()
         else:  # report the error soon; do not wait for messages that are not delivered
-            self._transport.timeout = min(self._transport.timeout, LEAVE_TIMEOUT_S)
+            self.transport.timeout = min(self.transport.timeout, LEAVE_TIMEOUT_S)
             self._leave()
 
     def __repr__(self) -> str:
         return (
             f"World(rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}, "
-            f"host {self.host}, {self._transport.name}, started by {self.launcher})"
+            f"host {self.host}, {self.transport.name}, started by {self.launcher})"
         )
 
 

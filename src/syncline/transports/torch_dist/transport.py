@@ -135,19 +135,8 @@ OPS: dict[Op, Any] = {
     "product": dist.ReduceOp.PRODUCT,
 }
 REDUCIBLE = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
+    getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 )
-
-
 MAX_CACHED_DESCRIPTIONS = 1000
 
 
@@ -197,8 +186,7 @@ class NativeTorch(NativeCollectives):
         pending = self._descriptions.get(key) or self._describe(key)
         transport.monitor.enter(pending)
         try:
-            groups = transport.groups
-            work = launch(groups.of(tensor) if tensor.is_cuda else groups.cpu)
+            work = launch(transport.groups.of(tensor))
         except RuntimeError as error:
             if "invalid" in str(error).lower():  # the arguments are wrong; no peer is lost
                 raise IncompatibleError(f"the engine refuses the {pending}: {error}{_hint(str(error))}") from error
@@ -326,15 +314,12 @@ class TorchTransport(Transport):
             return MailboxHandle(self, self._mailbox, posted)
         return _FramedRecv(self, data, source, tag)
 
-    def post_recv(self, data: Tensor, source: int | None, engine_tag: int, pending: str = "") -> WorkHandle:
+    def post_recv(self, data: Tensor, source: int, engine_tag: int, pending: str = "") -> WorkHandle:
         """Receive bytes from the engine; `pending` describes the receive in messages."""
         pending = pending or describe_recv(self, source, engine_tag % MAX_TAG, data.numel())
         target = torch.empty_like(data, device="cpu") if data.is_cuda else data
         try:
-            if source is None:
-                work = self.groups.cpu.recv_anysource([target], engine_tag)
-            else:
-                work = self.groups.cpu.recv([target], source, engine_tag)
+            work = self.groups.cpu.recv([target], source, engine_tag)
         except RuntimeError as error:
             raise self.failure(source, pending, 0.0, error) from error
         return WorkHandle(self, work, target, source, pending, copy_to=data if data.is_cuda else None)

@@ -10,8 +10,6 @@ from torch import Tensor
 from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, UnsupportedError
 
-__all__ = ["CodecCompression", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "codec_of"]
-
 
 class Compressor:
     """A pair of functions that compress a tensor and decompress it.

@@ -29,15 +29,15 @@ from syncline.compat.horovod.execution import FusionGroup, execute, fuse_plans
 from syncline.compat.horovod.messages import (
     CoordinatorAnswer,
     Departure,
+    MessageReader,
     OperationFailure,
     OperationPlan,
     OperationRequest,
     as_tensor,
+    name_ranks,
+    pack,
     pack_answer,
-    pack_departure,
-    pack_requests,
     read_answer,
-    read_departure,
     read_requests,
 )
 from syncline.compat.horovod.negotiation import NegotiationTable, bits
@@ -48,8 +48,6 @@ from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, Syn
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
 from syncline.world import Group
-
-__all__ = ["ProcessSetEngine"]
 
 logger = logging.getLogger("syncline")
 
@@ -211,7 +209,7 @@ class ProcessSetEngine:
                 if self._table is not None:
                     self._add_requests(0, mask, requests)
                 else:
-                    self._send((0,), REQUESTS, mask, pack_requests(requests))
+                    self._send((0,), REQUESTS, mask, pack(requests))
             except SynclineError as error:
                 self._break(f"the coordinator cannot be reached: {error}", error)
 
@@ -280,7 +278,7 @@ class ProcessSetEngine:
         with self._tabling:
             table.leave(source, departure.why)
             self._announce(table.settle())
-            self._send(self._others(), REQUESTS, 0, pack_departure(departure), DEPARTURE_TAG)
+            self._send(self._others(), REQUESTS, 0, pack([departure]), DEPARTURE_TAG)
         self._departed(departure)
 
     def _run_cycles(self) -> None:
@@ -328,7 +326,7 @@ class ProcessSetEngine:
         if new:
             warned.update(found.name for found in new)
             ranks = self.team.ranks
-            names = "; ".join(f"{each.name} ({_ranks([ranks[r] for r in each.missing])} missing)" for each in new)
+            names = "; ".join(f"{each.name} ({name_ranks([ranks[r] for r in each.missing])} missing)" for each in new)
             logger.warning(
                 "stalled for %.3g s or more: one or more tensors were submitted by some ranks only: %s",
                 min(found.seconds for found in new),
@@ -368,7 +366,7 @@ class ProcessSetEngine:
                 _, _, body = self._receive(0, DEPARTURE_TAG)
                 if not body:
                     return
-                departure = read_departure(body, 0)
+                departure = Departure.read(MessageReader(body, 0))
                 self._departed(departure)
                 if departure.rank == self.team.ranks[0]:
                     return
@@ -530,7 +528,7 @@ class ProcessSetEngine:
         why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
         carried = self._steps.completed if self._broken else -1
         rounds = tuple((number, channel.completed) for number, channel in enumerate(self.channels))
-        body = b"" if answering else pack_departure(Departure(mine, why, True, carried, rounds))
+        body = b"" if answering else pack([Departure(mine, why, True, carried, rounds)])
         with self._sending:
             self._send([rank], GOODBYE, 0, body)
             if self._table is not None:
@@ -538,7 +536,7 @@ class ProcessSetEngine:
 
     def _departure(self, body: bytes, source: int) -> Departure:
         if body:
-            return read_departure(body, source)
+            return Departure.read(MessageReader(body, source))
         return Departure(self.team.ranks[source], f"{SHUT_DOWN} on rank {self.team.ranks[source]}", known=True)
 
     # Messages.
@@ -575,7 +573,3 @@ class ProcessSetEngine:
         body = torch.empty(length, dtype=torch.uint8)
         self._control.recv(body, source, tag, exact=True).wait()
         return kind, mask, body.numpy().tobytes()
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

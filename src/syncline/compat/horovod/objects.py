@@ -17,17 +17,6 @@ from syncline.compat.horovod.ops import allgather_async, broadcast_async_, synch
 from syncline.errors import IncompatibleError, ProtocolError
 from syncline.state_trees import MESSAGE, decode, encode
 
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "loading_in_place",
-    "pack",
-    "unpack",
-]
-
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set

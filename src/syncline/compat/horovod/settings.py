@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from syncline.errors import SpecError
 
-__all__ = ["LEVELS", "HorovodSettings", "read", "without_effect"]
-
 PREFIX = "HOROVOD_"
 LEVELS: Mapping[str, int] = {
     "trace": logging.DEBUG,  # Python has nothing finer

@@ -22,8 +22,6 @@ from syncline.compat.horovod.context import ProcessSet, Sum, context, global_pro
 from syncline.compat.horovod.ops import allgather_async, allreduce_async, synchronize
 from syncline.errors import IncompatibleError
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation with the statistics of the batches of all ranks, which may differ in size.

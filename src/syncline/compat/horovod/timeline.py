@@ -2,7 +2,7 @@
 
 ```text
 grad.weight   ├ NEGOTIATE_ALLREDUCE ┤├──────── ALLREDUCE ────────┤
-                  · 0      · 1   · 2  ├ MEMCPY ┤├ SUM ┤├ MEMCPY ┤
+                                     ├─ torch.distributed ─┤
 grad.bias     ├─ NEGOTIATE_ALLREDUCE ─┤├─── ALLREDUCE ───┤
 ```
 
@@ -15,15 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from syncline.events.trace import FLUSH_EVERY_EVENTS, MAX_TRACE_EVENTS
 from syncline.runtime import Lock
-
-__all__ = ["Timeline", "TimelineObserver"]
 
 logger = logging.getLogger("syncline")
 
@@ -86,14 +84,10 @@ class Timeline:
         """Whether this rank writes."""
         return self._file is not None
 
-    def negotiating(
-        self, name: str, kind: str, start: float, stop: float, ready: Sequence[tuple[int, float]] = ()
-    ) -> None:
-        """Write the time from the first to the last request for an operation; `ready` holds the time of each rank."""
+    def negotiating(self, name: str, kind: str, start: float, stop: float) -> None:
+        """Write the time from this rank's request for an operation to its execution."""
         with self._lock:
             self._span(name, f"NEGOTIATE_{kind.upper()}", start, stop)
-            for rank, at in ready:
-                self._span(name, str(rank), at, at)
 
     def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None:
         """Write the execution of an operation; `activity` is the name of an inner span, or ""."""

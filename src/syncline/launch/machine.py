@@ -7,8 +7,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["available_memory", "cores", "cpu_quota", "memory_limit", "total_memory", "warn_if_oversubscribed"]
-
 logger = logging.getLogger("syncline")
 
 WORKER_BYTES = 300 << 20

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO
 
-__all__ = ["OutputForwarder", "free_disk_space"]
-
 POLL_EVERY_S = 0.05
 READ_BYTES = 1 << 20
 """Bytes that are read from one stream before the next; a longer line is cut."""
@@ -77,9 +75,8 @@ class OutputForwarder:
     def drain(self) -> None:
         """Forward everything that was written so far."""
         with self.lock:
-            messages = len(
-                self._messages
-            )  # read first: output that was written before a message is forwarded before it
+            # Read first: output that was written before a message is forwarded before it.
+            messages = len(self._messages)
             streams = [(stream, stream.ended) for stream in list(self._streams)]
             for stream, _ in streams:
                 stream.end = os.fstat(stream.file.fileno()).st_size

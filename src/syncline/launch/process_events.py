@@ -15,8 +15,6 @@ from syncline.launch.processes import ProcessExit
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
-__all__ = ["ENDED", "ProcessEvents", "join_store", "serve_store"]
-
 STORE_TIMEOUT_S = 20.0
 ENDED = "run/ended"
 RAISED = "run/raised"

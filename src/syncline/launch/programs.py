@@ -12,25 +12,6 @@ from typing import Any
 from syncline.errors import SpecError
 from syncline.launch.machine import cores
 
-__all__ = [
-    "EVALUATOR",
-    "LOCALHOST",
-    "MPIEXEC",
-    "Host",
-    "LaunchHost",
-    "Program",
-    "add_horovod_variables",
-    "evaluator_programs",
-    "forwarded_variables",
-    "network_key",
-    "parse_hosts",
-    "rank_programs",
-    "rendezvous_variables",
-    "role_environment",
-    "server_programs",
-    "thread_variables",
-]
-
 LOCALHOST = "localhost"
 """The one host name on which programs are started without ssh."""
 
@@ -62,7 +43,9 @@ def parse_hosts(text: str, ranks: int | None = None) -> tuple[Host, ...]:
         if odd or not even:
             raise SpecError(f"--hosts {text}: {ranks} ranks cannot be dealt evenly to {len(found)} hosts; give a:N")
     hosts = tuple(Host(name, even if slots is None else slots) for name, slots in found)
-    _check_count(text, hosts, ranks)
+    total = sum(host.slots for host in hosts)
+    if ranks is not None and total != ranks:
+        raise SpecError(f"-n {ranks} but --hosts {text} takes {total} ranks; leave -n out, or make them agree")
     return hosts
 
 
@@ -75,12 +58,6 @@ def _parse_host(part: str, text: str) -> tuple[str, int | None]:
     if slots == 0:
         raise SpecError(f"--hosts {text}: {match[1]} would take 0 ranks; leave it out")
     return match[1], slots
-
-
-def _check_count(text: str, hosts: Sequence[Host], ranks: int | None) -> None:
-    total = sum(host.slots for host in hosts)
-    if ranks is not None and total != ranks:
-        raise SpecError(f"-n {ranks} but --hosts {text} takes {total} ranks; leave -n out, or make them agree")
 
 
 EVALUATOR = "evaluator"
@@ -110,15 +87,7 @@ class Program:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Program:
         """Decode `to_json()`."""
-        rank, prefix = found["rank"], found["prefix"]
-        return cls(
-            name=str(found["name"]),
-            target=tuple(map(str, found["target"])),
-            variables={str(name): str(value) for name, value in found["variables"].items()},
-            rank=None if rank is None else int(rank),
-            prefix=None if prefix is None else str(prefix),
-            enter=tuple(map(str, found["enter"])),
-        )
+        return cls(**{**found, "target": tuple(found["target"]), "enter": tuple(found["enter"])})
 
 
 @dataclass(frozen=True, kw_only=True)

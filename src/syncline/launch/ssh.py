@@ -21,18 +21,6 @@ from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import ErrorReport, ProcessExit, ProcessState
 from syncline.launch.programs import LOCALHOST, Host, Program
 
-__all__ = [
-    "CONNECT_TIMEOUT_S",
-    "NO_STORE",
-    "AgentConnection",
-    "HostPrograms",
-    "RemoteProcesses",
-    "address_towards",
-    "agent_command",
-    "resolve_alias",
-    "ssh_command",
-]
-
 CONNECT_TIMEOUT_S = 10
 """Timeout of the connection to a host, and from there to the launcher."""
 KEEPALIVE_OPTIONS = ("ServerAliveInterval=10", "ServerAliveCountMax=3")

@@ -111,7 +111,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     (None, tensor([2.]), tensor([2.]))
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    return context().add(wanted)
+    here = context()
+    if not here.settings.dynamic_process_sets:
+        raise IncompatibleError(
+            "HOROVOD_DYNAMIC_PROCESS_SETS=0 forbids sets after init(): name them in hvd.init(process_sets=[…])"
+        )
+    ranks = here.check_new_set(wanted)
+    here.request(here.engine(global_process_set), "add", ranks, lambda plan: here.create_set(wanted))
+    return wanted
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -121,7 +128,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if process_set.process_set_id in (0, None):
         return False
-    return context().remove(process_set)
+    here = context()
+    number, ranks = here.check_set(process_set), tuple(process_set.ranks)
+    here.request(here.engine(global_process_set), "remove", ranks, lambda plan: here.remove_set(number))
+    return True
 
 
 logger = logging.getLogger("syncline")
@@ -141,6 +151,8 @@ class HorovodContext:
         self.handles: dict[int, tuple[ProcessSetEngine, PendingOperation]] = {}
         """The operations of the handles that the user has not waited for."""
         self._handle_numbers = count(1)  # never 0: scripts test `if handle`
+        self.layer_numbers: dict[torch.nn.Module, int] = {}
+        """Layers of `SyncBatchNorm`, in the order in which they are first used."""
         first = world.group()
         self.settings = _settings_of_rank_0(settings, first)
         self._engines: dict[int, ProcessSetEngine | None] = {}
@@ -178,24 +190,6 @@ class HorovodContext:
         self.handles[number] = (engine, pending)
         return number
 
-    def add(self, process_set: ProcessSet) -> ProcessSet:
-        """Make a set usable. Every rank calls it, in the same order."""
-        if not self.settings.dynamic_process_sets:
-            raise IncompatibleError(
-                "HOROVOD_DYNAMIC_PROCESS_SETS=0 forbids sets after init(): name them in hvd.init(process_sets=[…])"
-            )
-        ranks = self.check_new_set(process_set)
-        engine = self.engine(global_process_set)
-        self._request(engine, "add", ranks, lambda plan: self.create_set(process_set))
-        return process_set
-
-    def remove(self, process_set: ProcessSet) -> bool:
-        """Remove a set. Every rank calls it."""
-        number = self.check_set(process_set)
-        engine = self.engine(global_process_set)
-        self._request(engine, "remove", tuple(process_set.ranks), lambda plan: self._remove_set(number))
-        return True
-
     def data_team(self, process_set: ProcessSet) -> tuple[Group, CollectiveCounter]:
         """A new team of the members of a set, and the counter of its collectives. Every member calls it."""
         engine = self.engine(process_set)
@@ -210,7 +204,7 @@ class HorovodContext:
             engine.channels.append(CollectiveCounter(self.world.runtime, give_up))
             return team, engine.channels[-1]
 
-        return self._request(engine, "team", (), make)  # type: ignore[no-any-return]
+        return self.request(engine, "team", (), make)  # type: ignore[no-any-return]
 
     def leave(self, reason: str) -> None:
         """Tell the other ranks at once that an operation failed here; closing may take longer."""
@@ -271,16 +265,18 @@ class HorovodContext:
         self._engines[number] = engine
         return number
 
-    def _remove_set(self, number: int) -> None:
+    def remove_set(self, number: int) -> None:
+        """Remove a set on this rank, when all ranks do."""
         engine = self._engines.pop(number)
         self.process_sets.pop(number).invalidate()
         if engine is not None:
             engine.close()
             engine.team.close()
 
-    def _request(
+    def request(
         self, engine: ProcessSetEngine, kind: str, numbers: tuple[int, ...], action: Callable[[OperationPlan], Any]
     ) -> Any:
+        """Run an action on every rank of a set, when all have requested it; return this rank's result."""
         request = OperationRequest(kind, engine.unnamed(kind), splits=numbers)
         pending = PendingOperation(self.world.runtime, request, [], [])
         pending.action = action

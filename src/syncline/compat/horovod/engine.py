@@ -91,8 +91,8 @@ class ProcessSetEngine:
         self._broken = False
         """Whether an operation failed on this rank."""
         self._lock = runtime.lock()
-        self._sending = runtime.lock()
-        self._tabling = runtime.lock()
+        self._flush_lock = runtime.lock()
+        self._table_lock = runtime.lock()
         self._message_lock = runtime.lock()
         self._dirty = runtime.event()
         self._pending: dict[str, PendingOperation] = {}
@@ -103,7 +103,7 @@ class ProcessSetEngine:
         self._refused: dict[str, str] = {}
         """Operations that have failed before this rank requested them."""
         self._groupings: dict[int, list[FusionGroup]] = {}
-        self._held_bytes = 0
+        self._cached_bytes = 0
         self._over = ""
         self._left = False
         self._coordinator_left = False
@@ -198,7 +198,7 @@ class ProcessSetEngine:
 
     def flush(self, waited: bool = True) -> None:
         """Send the requests since the last flush to the coordinator. `waited`: a thread waits for one of them."""
-        with self._sending:
+        with self._flush_lock:
             with self._lock:
                 mask, requests = self._mask, self._requests
                 self._mask, self._requests = 0, []
@@ -244,7 +244,7 @@ class ProcessSetEngine:
         """Add requests to the table, and announce the operations that can be executed."""
         table = self._table
         assert table is not None, "this is the coordinator"
-        with self._tabling:
+        with self._table_lock:
             table.request(rank, mask, requests, self._runtime.now())
             self._announce(table.settle())
             if table.waiting and self._idle:
@@ -275,7 +275,7 @@ class ProcessSetEngine:
             if self._over:
                 return
             departure = self._lost(source, error)
-        with self._tabling:
+        with self._table_lock:
             table.leave(source, departure.why)
             self._announce(table.settle())
             self._send(self._others(), REQUESTS, 0, pack([departure]), DEPARTURE_TAG)
@@ -313,7 +313,7 @@ class ProcessSetEngine:
         table, settings = self._table, self._settings
         assert table is not None, "this is the coordinator"
         limit = settings.stall_warning if settings.stall_check else math.inf
-        with self._tabling:
+        with self._table_lock:
             if not table.waiting:
                 self._idle = True
                 warned.clear()
@@ -379,8 +379,8 @@ class ProcessSetEngine:
         completed = dict(departure.rounds)
         for number, channel in enumerate(self.channels):
             channel.departed(departure.why, completed.get(number, 0) if departure.known else None)
-        if not departure.known or departure.carried >= 0:
-            self._steps.departed(departure.why, departure.carried if departure.known else None)
+        if not departure.known or departure.executed >= 0:
+            self._steps.departed(departure.why, departure.executed if departure.known else None)
 
     def _lost(self, source: int, error: SynclineError) -> Departure:
         rank = self.team.ranks[source]
@@ -410,7 +410,7 @@ class ProcessSetEngine:
         with self._lock:
             mask, requests = self._mask, self._requests
             self._mask, self._requests = 0, []
-        with self._tabling:
+        with self._table_lock:
             table.request(0, mask, requests, 0.0)
             answer = table.settle()
         with torch.no_grad(), suppress(Exception):  # the pending operation has the error
@@ -433,7 +433,7 @@ class ProcessSetEngine:
                     if pending is not None:
                         pending.settle(error=problem)
                 raise
-            self._note(group, requested, start)
+            self._record_times(group, requested, start)
             if group.plans[0].request.kind == "join":  # until now some ranks have requested more than others
                 with self._lock:
                     self._counts.clear()
@@ -446,17 +446,17 @@ class ProcessSetEngine:
         fresh = [plan for plan in answer.plans if plan.number >= 0]
         if fresh:
             self._groupings.clear()
-            self._held_bytes = 0
+            self._cached_bytes = 0
             self._plans.update((plan.number, plan) for plan in fresh)
         known = self._groupings.get(answer.mask) if answer.mask else []
-        most = self._settings.fusion_bytes
+        max_bytes = self._settings.fusion_bytes
         if known is None:
-            known = fuse_plans([self._plans[number] for number in bits(answer.mask)], most)
+            known = fuse_plans([self._plans[number] for number in bits(answer.mask)], max_bytes)
             size = sum(group.nbytes for group in known)
-            if len(self._groupings) < MAX_CACHED_GROUPINGS and self._held_bytes + size <= MAX_CACHED_BYTES:
+            if len(self._groupings) < MAX_CACHED_GROUPINGS and self._cached_bytes + size <= MAX_CACHED_BYTES:
                 self._groupings[answer.mask] = known
-                self._held_bytes += size
-        return [*known, *fuse_plans(answer.plans, most)]
+                self._cached_bytes += size
+        return [*known, *fuse_plans(answer.plans, max_bytes)]
 
     def _claim(self, group: FusionGroup) -> list[PendingOperation | None]:
         """This rank's operations of a group. From now on their names can be used again."""
@@ -473,7 +473,7 @@ class ProcessSetEngine:
                     self._known[name] = (plan.number, pending.request)
         return requested
 
-    def _note(self, group: FusionGroup, requested: Sequence[PendingOperation | None], start: float) -> None:
+    def _record_times(self, group: FusionGroup, requested: Sequence[PendingOperation | None], start: float) -> None:
         timeline = self._timeline()
         if timeline is None:
             return
@@ -526,10 +526,10 @@ class ProcessSetEngine:
         if said:
             return
         why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
-        carried = self._steps.completed if self._broken else -1
+        executed = self._steps.completed if self._broken else -1
         rounds = tuple((number, channel.completed) for number, channel in enumerate(self.channels))
-        body = b"" if answering else pack([Departure(mine, why, True, carried, rounds)])
-        with self._sending:
+        body = b"" if answering else pack([Departure(mine, why, True, executed, rounds)])
+        with self._flush_lock:
             self._send([rank], GOODBYE, 0, body)
             if self._table is not None:
                 self._send([rank], GOODBYE, 0, body, DEPARTURE_TAG)

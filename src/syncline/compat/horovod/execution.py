@@ -38,8 +38,8 @@ class FusionGroup:
     """The buffer of all tensors, kept for the next time."""
 
 
-def fuse_plans(plans: Sequence[OperationPlan], most: int) -> list[FusionGroup]:
-    """Group plans of one kind, up to `most` bytes. The result depends only on the plans: it is equal on all ranks."""
+def fuse_plans(plans: Sequence[OperationPlan], max_bytes: int) -> list[FusionGroup]:
+    """Group plans of one kind, up to `max_bytes`. The result depends only on the plans: it is equal on all ranks."""
     groups: list[FusionGroup] = []
     open_groups: dict[tuple[Any, ...], FusionGroup] = {}
     for plan in plans:
@@ -47,7 +47,7 @@ def fuse_plans(plans: Sequence[OperationPlan], most: int) -> list[FusionGroup]:
         key = _group_key(request)
         nbytes = sum(math.prod(part.shape) * part.dtype.itemsize for part in request.parts)
         found = open_groups.get(key) if key else None
-        if found is None or found.nbytes + nbytes > most:
+        if found is None or found.nbytes + nbytes > max_bytes:
             found = FusionGroup([], key)
             groups.append(found)
             if key:

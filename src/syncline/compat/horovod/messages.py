@@ -162,23 +162,23 @@ class Departure:
     why: str
     known: bool = False
     """Whether the numbers below are known. They are unknown for a lost rank."""
-    carried: int = -1
+    executed: int = -1
     """Operations that it has executed; -1 for all that it was assigned."""
     rounds: tuple[tuple[int, int], ...] = ()
     """Numbers of optimizer channels, each with the number of gradient reductions completed there."""
 
     def pack(self, into: MessageWriter) -> None:
-        into.put(_GOODBYE, self.rank, self.known, self.carried)
+        into.put(_GOODBYE, self.rank, self.known, self.executed)
         into.text(self.why)
         into.put(_LONG, len(self.rounds))
         into.numbers([number for pair in self.rounds for number in pair])
 
     @classmethod
     def read(cls, source: MessageReader) -> Departure:
-        rank, known, carried = source.take(_GOODBYE)
+        rank, known, executed = source.take(_GOODBYE)
         why = source.text()
         numbers = source.numbers(2 * source.take(_LONG)[0])
-        return cls(rank, why, bool(known), carried, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+        return cls(rank, why, bool(known), executed, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
 
 
 @dataclass

@@ -27,7 +27,7 @@ AVERAGE_IS_OLD = "Parameter `average` has been replaced with `op` and will be re
 """Horovod's text, by which scripts filter the warning."""
 
 
-def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
+def resolve_op(op: int | None, average: bool | None) -> ReduceOp:
     """The reduction that the arguments name: `op`, or Horovod's old `average`; the average without either."""
     if average is not None:
         if op is not None:
@@ -64,7 +64,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an allreduce of a tensor. The tensor itself does not change."""
-    call = _Call("allreduce", name, process_set, chosen_op(op, average), prescale_factor, postscale_factor)
+    call = _Call("allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor)
     return _start_allreduce(call, [tensor])
 
 
@@ -78,20 +78,23 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce_async`, in place."""
-    again = _again(tensor, name, op, prescale_factor, postscale_factor, process_set) if average is None else None
-    if again is not None:
-        return again
-    call = _Call("allreduce", name, process_set, chosen_op(op, average), prescale_factor, postscale_factor)
+    if average is None:
+        handle = _repeat_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
+        if handle is not None:
+            return handle
+    call = _Call("allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor)
     return _start_allreduce(call, [tensor], in_place=True)
 
 
-def _again(
+def _repeat_allreduce(
     tensor: Tensor, name: str | None, op: int | None, before: float, after: float, process_set: ProcessSet
 ) -> int | None:
     """Fast path for an allreduce in place that repeats the last request of this rank; None if it does not."""
     here = context(operation=True)
     engine = here.engine_of(process_set)
-    known = None if engine is None or name is None else engine.known(f"allreduce.{name}")
+    if engine is None or name is None:
+        return None
+    known = engine.known(f"allreduce.{name}")
     if known is None or len(known.parts) != 1 or not isinstance(tensor, Tensor):
         return None
     (part,) = known.parts
@@ -109,8 +112,8 @@ def _again(
     tensors = [tensor]
     pending = PendingOperation(here.world.runtime, known, tensors, tensors)
     pending.finish = _first
-    engine.submit(pending)  # type: ignore[union-attr]
-    return here.add_handle(engine, pending)  # type: ignore[arg-type]
+    engine.submit(pending)
+    return here.add_handle(engine, pending)
 
 
 def grouped_allreduce_async(
@@ -124,7 +127,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start an allreduce of several tensors, all or none of them. The result is a tuple."""
     call = _Call(
-        "allreduce", name, process_set, chosen_op(op, average), prescale_factor, postscale_factor, grouped=True
+        "allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor, grouped=True
     )
     return _start_allreduce(call, tensors)
 
@@ -140,7 +143,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """As `grouped_allreduce_async`, in place."""
     call = _Call(
-        "allreduce", name, process_set, chosen_op(op, average), prescale_factor, postscale_factor, grouped=True
+        "allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor, grouped=True
     )
     return _start_allreduce(call, tensors, in_place=True)
 
@@ -149,7 +152,7 @@ def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Start an allreduce of a sparse tensor, by an allgather. Call the returned function for the result."""
-    chosen = chosen_op(op, None)
+    chosen = resolve_op(op, None)
     if chosen not in (ReduceOp.Average, ReduceOp.Sum):
         raise IncompatibleError(f"sparse tensors are averaged or summed, not combined by {chosen.name}")
     if not isinstance(tensor, Tensor) or not tensor.is_sparse:
@@ -224,7 +227,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a reduce-scatter. The first ranks have one row more if the rows do not divide evenly."""
-    call = _Call("reducescatter", name, process_set, chosen_op(op, None), prescale_factor, postscale_factor)
+    call = _Call("reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor)
     return _start_reducescatter(call, [tensor])
 
 
@@ -238,7 +241,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """As `reducescatter_async` for several tensors, all or none of them."""
     call = _Call(
-        "reducescatter", name, process_set, chosen_op(op, None), prescale_factor, postscale_factor, grouped=True
+        "reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor, grouped=True
     )
     return _start_reducescatter(call, tensors)
 
@@ -348,7 +351,7 @@ def _start_allreduce(call: _Call, tensors: Sequence[Tensor], in_place: bool = Fa
             check_adasum(call.process_set)
             if not all(tensor.dtype.is_floating_point for tensor in inputs):
                 raise IncompatibleError("Adasum combines floating-point tensors")
-        outputs = [_own_memory(tensor) if in_place else _like(tensor) for tensor in inputs]
+        outputs = [_check_no_overlap(tensor) if in_place else _like(tensor) for tensor in inputs]
         return _Operands(inputs, outputs, finish=tuple if call.grouped else _first)
 
     return _submit(call, check)
@@ -366,7 +369,7 @@ def _start_broadcast(call: _Call, tensor: Tensor, root: int, in_place: bool) -> 
         ranks = call.process_set.ranks
         if root not in ranks:
             raise IncompatibleError(f"root_rank={root} is not among the ranks {ranks} of this process set")
-        output = _own_memory(_dense(tensor)) if in_place else _like(_dense(tensor))
+        output = _check_no_overlap(_dense(tensor)) if in_place else _like(_dense(tensor))
         return _Operands([tensor], [output], root=ranks.index(root), finish=_first)
 
     return _submit(call, check)
@@ -427,7 +430,7 @@ def check_adasum(process_set: ProcessSet) -> None:
         raise UnsupportedAdasumError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
+def _check_no_overlap(tensor: Tensor) -> Tensor:
     """Check that a tensor can be written in place: its elements must not overlap in memory."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise IncompatibleError(
@@ -476,7 +479,7 @@ def allreduce(
     >>> sl.simulate(mean, ranks=3).results
     (1.0, 1.0, 1.0)
     """
-    call = _Call("allreduce", name, process_set, chosen_op(op, average), prescale_factor, postscale_factor)
+    call = _Call("allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor)
     return _apply_compressed(_Allreduce, call, [tensor], compression)[0]
 
 
@@ -507,7 +510,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Allreduce of several tensors, all or none of them. Differentiable."""
     call = _Call(
-        "allreduce", name, process_set, chosen_op(op, average), prescale_factor, postscale_factor, grouped=True
+        "allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor, grouped=True
     )
     return _apply_compressed(_Allreduce, call, tensors, compression)
 
@@ -581,7 +584,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce-scatter. The first ranks have one row more if the rows do not divide evenly. Differentiable."""
-    call = _Call("reducescatter", name, process_set, chosen_op(op, None), prescale_factor, postscale_factor)
+    call = _Call("reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor)
     return _apply_compressed(_Reducescatter, call, [tensor], compression)[0]
 
 
@@ -596,7 +599,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """As `reducescatter` for several tensors, all or none of them. Differentiable."""
     call = _Call(
-        "reducescatter", name, process_set, chosen_op(op, None), prescale_factor, postscale_factor, grouped=True
+        "reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor, grouped=True
     )
     return _apply_compressed(_Reducescatter, call, tensors, compression)
 

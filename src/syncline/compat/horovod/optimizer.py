@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +37,7 @@ from syncline.compat.horovod.optimizer_sync import (
     PassesError,
     StrategySync,
     check_groups,
-    named_of,
+    name_parameters,
 )
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy
@@ -226,7 +225,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     _check(op, gradient_predivide_factor, process_set, strategy)
     check_groups(num_groups, groups)
     passes = _checked_passes(backward_passes_per_step)
-    named = named_of(optimizer, named_parameters)
+    named = name_parameters(optimizer, named_parameters)
     combines_steps = op == Adasum and here.world.size > 1
     codec = None if combines_steps else codec_of(compression)
     if codec is not None:
@@ -246,13 +245,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         options |= {"codec": codec, "mean": op == Average, "predivide": gradient_predivide_factor}
         options |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}
         options |= {"sparse_only": isinstance(optimizer, SparseAdam)}
-        options |= {"codes_alone": isinstance(compression, (str, Codec, CodecCompression))}
+        options |= {"encodes_alone": isinstance(compression, (str, Codec, CodecCompression))}
     else:
         kind = StrategySync
         options |= {"optimizer": made, "strategy": strategy, "codec": codec}
         if named_parameters is None:  # numbers are the keys of checkpoints
             options["named"] = {f"parameter.{number}": each for number, each in enumerate(named.values())}
-    made._make = partial(kind, **options)
+    made._make = lambda held: kind(held, **options)
     made._sync = made._make(here)
     return made
 

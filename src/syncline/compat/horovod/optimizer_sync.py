@@ -65,14 +65,16 @@ def _too_many_passes(name: str, passes: int) -> PassesError:
     )
 
 
-def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Parameter]:
+def name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[str, Parameter]:
     """The parameters of an optimizer by name, in the order of the script; with Horovod's names if the script has none.
 
     Parameters that the optimizer does not have are left out: scripts often name all parameters of a model.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
-    >>> list(named_of(optimizer, None)), list(named_of(optimizer, model.named_parameters()))
+    >>> list(name_parameters(optimizer, None)), list(name_parameters(optimizer, model.named_parameters()))
     (['allreduce.noname.0.0', 'allreduce.noname.1.0'], ['weight', 'bias'])
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -192,9 +194,9 @@ class GradientSync(OptimizerSync):
         sparse_as_dense: bool,
         process_set: ProcessSet,
         sparse_only: bool = False,
-        codes_alone: bool = True,
+        encodes_alone: bool = True,
     ) -> None:
-        """`sparse_only`: the optimizer takes only sparse gradients. `codes_alone`: the codec is also applied in a
+        """`sparse_only`: the optimizer takes only sparse gradients. `encodes_alone`: the codec is also applied in a
         world of one rank. Horovod's compressors are not: they round what is sent, and one rank sends nothing.
         """
         super().__init__(held, passes)
@@ -221,7 +223,7 @@ class GradientSync(OptimizerSync):
         self.watched = {id(parameter) for parameter in parameters}
         self._take_over()
         if process_set.included():
-            self._attach(named, codec if process_set.size() > 1 or codes_alone else None)
+            self._attach(named, codec if process_set.size() > 1 or encodes_alone else None)
         held.optimizers.append(self)
 
     def synchronize(self) -> None:

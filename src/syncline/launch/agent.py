@@ -19,7 +19,7 @@ from typing import Any
 
 from syncline.launch.local import LocalProcesses
 from syncline.launch.output import OutputForwarder
-from syncline.launch.process_events import ProcessEvents, join_store
+from syncline.launch.process_events import ENDED, RAISED, ProcessEvents, join_store
 from syncline.launch.programs import Program, thread_variables
 from syncline.launch.ssh import CONNECT_TIMEOUT_S, NO_STORE
 from syncline.launch.supervisor import CHECK_EVERY_S, EXIT_TIMEOUT_S, POLL_EVERY_S
@@ -61,7 +61,7 @@ def _watch(processes: LocalProcesses, events: ProcessEvents, control: LauncherIn
     reported: set[str] = set()
     while True:
         for ended in processes.poll():
-            events.post_ended(ended)
+            events.post(ENDED, ended)
         if not processes.running():
             return
         if time.monotonic() - checked > CHECK_EVERY_S:
@@ -69,7 +69,7 @@ def _watch(processes: LocalProcesses, events: ProcessEvents, control: LauncherIn
             for raised in processes.raised():
                 if raised.name not in reported:
                     reported.add(raised.name)
-                    events.post_raised(raised)
+                    events.post(RAISED, raised)
         for order in control.orders():
             if "name" in order:
                 processes.kill(order["name"])

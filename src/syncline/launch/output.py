@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 from typing import BinaryIO
 
 POLL_EVERY_S = 0.05
@@ -178,9 +177,7 @@ class OutputForwarder:
     def __enter__(self) -> OutputForwarder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

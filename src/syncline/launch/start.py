@@ -29,7 +29,6 @@ from syncline.launch.programs import (
     Host,
     LaunchHost,
     Program,
-    add_horovod_variables,
     evaluator_programs,
     forwarded_variables,
     network_key,
@@ -204,10 +203,9 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
     variables = {**variables, **limit, **saves, **job.variables, **common}
     if job.mpi:
         return mpiexec_programs(hosts, job.target, variables, job.servers, job.server, plain=job.plain_rank is not None)
-    ranks = rank_programs(hosts, job.target, variables, job.plain_rank)
     parts = [
         server_programs(hosts, job.server, variables, job.servers),
-        add_horovod_variables(ranks) if job.horovod else ranks,
+        rank_programs(hosts, job.target, variables, job.plain_rank, job.horovod),
     ]
     if evaluators:
         parts.append(evaluator_programs(hosts, job.target, variables))

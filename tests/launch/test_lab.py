@@ -21,9 +21,8 @@ import pytest
 
 from syncline.errors import SpecError, WorldError
 from syncline.launch import lab as lab_module
-from syncline.launch.lab import Lab, LabHost, parse_lab, throughput
+from syncline.launch.lab import Lab, LabHost, Namespace, parse_lab, require_tools, throughput
 from syncline.launch.link_rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES, LinkShape
-from syncline.launch.namespaces import Namespace, require_tools
 from tests.launching import ROOT
 
 pytestmark = pytest.mark.xdist_group("lab")
@@ -384,7 +383,7 @@ def test_missing_privileges_are_explained(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("syncline.launch.namespaces.call_libc", refuse)
+    monkeypatch.setattr("syncline.launch.lab.call_libc", refuse)
     monkeypatch.setattr(lab_module, "require_tools", lambda: None)
     with pytest.raises(WorldError, match=r"CAP_SYS_ADMIN and CAP_NET_ADMIN .*run as root"):
         Lab(2, "100mbit")

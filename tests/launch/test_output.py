@@ -13,7 +13,7 @@ import pytest
 from syncline.errors import ProtocolError
 from syncline.launch import output as module
 from syncline.launch.output import FREE_EVERY_BYTES, READ_BYTES, OutputForwarder, free_disk_space
-from syncline.launch.process_events import ProcessEvents, serve_store
+from syncline.launch.process_events import ENDED, ProcessEvents, serve_store
 from tests.launch.runs import WAIT_TIMEOUT_S, wait_for
 
 
@@ -225,4 +225,4 @@ def test_invalid_event_is_refused() -> None:
     with pytest.raises(
         ProtocolError, match=r"run/ended/1 in the store is not a report of an agent: b'\[\"nonsense\"\]'"
     ):
-        board.read_ended()
+        board.read_new(ENDED)

@@ -23,6 +23,7 @@ with a plot to runs/bench-… (or --out). `syncline bench --developer` lists ben
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -119,6 +120,11 @@ def _on_ranks(
     return run_ranks
 
 
+def _show_description(document: dict[str, Any], result: Path) -> str:
+    bench = importlib.import_module(f"syncline.bench.{result.stem}")
+    return f"{bench.describe(document)}\n\nwritten: {result}"
+
+
 def _configure_collectives(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", default="4KB:64MB", help="4KB:64MB (in steps of four), or 1MB,3MB; default 4KB:64MB")
     parser.add_argument("--algorithms", default="", help="schedules, separated by ';'; default: all")
@@ -209,12 +215,6 @@ def _pair(option: str, text: str) -> tuple[float, float]:
     return first, second
 
 
-def _show_teams(document: dict[str, Any], result: Path) -> str:
-    from syncline.bench.teams import describe
-
-    return f"{describe(document)}\n\nwritten: {result}"
-
-
 def _configure_negotiation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, default=100, help="named tensors per step; default 100")
     parser.add_argument("--numel", type=int, default=1000, help="elements of each; default 1000")
@@ -230,12 +230,6 @@ def _plan_negotiation(arguments: argparse.Namespace, out: str) -> Any:
     if arguments.hosts:
         raise IncompatibleError(f"--hosts {arguments.hosts}: negotiation is measured with the clock of one host")
     return NegotiationPlan(out, arguments.tensors, arguments.numel, arguments.rounds)
-
-
-def _show_negotiation(document: dict[str, Any], result: Path) -> str:
-    from syncline.bench.negotiation import describe
-
-    return f"{describe(document)}\n\nwritten: {result}"
 
 
 def _run_step(arguments: argparse.Namespace, folder: Path) -> int:
@@ -331,12 +325,12 @@ BENCHES = {
         "strategies with slow workers", _configure_stragglers, _run_stragglers, for_users=False
     ),
     "teams": _BenchCommand(
-        "two models at once, each with its own team", _configure_teams, _on_ranks(_plan_teams, _show_teams), False
+        "two models at once, each with its own team", _configure_teams, _on_ranks(_plan_teams, _show_description), False
     ),
     "negotiation": _BenchCommand(
         "the cost of matching Horovod's operations by name",
         _configure_negotiation,
-        _on_ranks(_plan_negotiation, _show_negotiation),
+        _on_ranks(_plan_negotiation, _show_description),
         for_users=False,
     ),
     "start": _BenchCommand("the time to start workers", _configure_start, _run_start, for_users=False),

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import syncline
 from syncline.cli.placement import Placement, add_placement_options
+from syncline.cli.run import check_readable
 from syncline.compat.horovod.settings import PREFIX, read
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.mpi import why_no_mpi
@@ -170,7 +171,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_elastic(arguments, sum(host.slots for host in hosts))
     variables = {**command.variables, **_variables(arguments)}
     read({**os.environ, **variables})  # an invalid value is refused here, not on every rank
-    _warn_without_effect(arguments)
+    idle = [flag for flag in IDLE if vars(arguments)[flag] not in (None, False)]
+    if idle:
+        logger.warning("without effect here: %s", ", ".join(idle))
     job = Job(target=command.target, mpi=arguments.mpi, variables=variables, horovod=True)
     ranks, elsewhere = sum(host.slots for host in hosts), () if [host.name for host in hosts] == [LOCALHOST] else hosts
     if arguments.mpi:
@@ -224,13 +227,6 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.tcp:
         variables["NCCL_IB_DISABLE"] = "1"
     return variables
-
-
-def _warn_without_effect(arguments: argparse.Namespace) -> None:
-    given = vars(arguments)
-    idle = [flag for flag in IDLE if given[flag] not in (None, False)]
-    if idle:
-        logger.warning("without effect here: %s", ", ".join(idle))
 
 
 @contextlib.contextmanager
@@ -328,13 +324,10 @@ def _check_python(word: str, minor: str | None) -> None:
 
 def _take_option(rest: list[str], variables: dict[str, str]) -> None:
     option = rest.pop(0)
-    for with_value in ("-W", "-X"):
-        if option.startswith(with_value):
-            value = option[2:] or (rest.pop(0) if rest else "")
-            option = f"-X {value}" if with_value == "-X" else with_value
-            break
-    else:
-        value = ""
+    value = ""
+    if option.startswith(("-W", "-X")):
+        value = option[2:] or (rest.pop(0) if rest else "")
+        option = f"-X {value}" if option.startswith("-X") else "-W"
     if option == "-c":
         raise UnsupportedError("python -c: only scripts and modules can be run; put the code into a file")
     if option not in OPTIONS:
@@ -361,8 +354,7 @@ def _script(word: str) -> str:
 def _check_script(path: str) -> None:
     if not os.path.exists(path):
         raise SpecError(f"there is no script {path!r} in {os.getcwd()}; for a module use python -m")
-    if not os.access(path, os.R_OK):
-        raise SpecError(f"the script {path!r} cannot be read: its mode is {os.stat(path).st_mode & 0o777:o}")
+    check_readable(path)
 
 
 def _begins_with_python(path: str) -> bool:

@@ -45,10 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _hosts(text: str) -> int:
-    """
-    >>> _hosts("4")
-    4
-    """
     hosts, at, rate = text.partition("@")
     if at:
         raise argparse.ArgumentTypeError(f"{text!r}: write hosts and rate apart, {hosts} {rate}")

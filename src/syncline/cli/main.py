@@ -77,10 +77,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _whole_number(text: str) -> int:
-    """
-    >>> _whole_number("12")
-    12
-    """
     try:
         return int(text)
     except ValueError:
@@ -88,10 +84,6 @@ def _whole_number(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """
-    >>> _number("0.5")
-    0.5
-    """
     try:
         return float(text)
     except ValueError:

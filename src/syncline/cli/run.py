@@ -83,9 +83,14 @@ def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
         raise SpecError(f"there is no script {first!r} in {os.getcwd()}; {_suggestion(arguments, program)}")
     if os.path.isdir(first) and not os.path.exists(os.path.join(first, "__main__.py")):
         raise SpecError(f"{first} is a folder without __main__.py; name the script in it")
-    if not os.access(first, os.R_OK):
-        raise SpecError(f"the script {first!r} cannot be read: its mode is {os.stat(first).st_mode & 0o777:o}")
+    check_readable(first)
     return tuple(program)
+
+
+def check_readable(path: str) -> None:
+    """Raise for a script without read permission."""
+    if not os.access(path, os.R_OK):
+        raise SpecError(f"the script {path!r} cannot be read: its mode is {os.stat(path).st_mode & 0o777:o}")
 
 
 def _suggestion(arguments: argparse.Namespace, program: Sequence[str]) -> str:

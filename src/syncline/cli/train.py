@@ -54,31 +54,12 @@ logger = logging.getLogger("syncline")
 
 AUTO = "auto"
 """The value of --resume for the newest checkpoint in --out."""
-KMEANS_OPTIONS = {"batch": "batch", "epochs": "epochs", "learning_rate": "rate"}
-"""Options of `train` for one-sided SGD, and their names there."""
-NETWORK_OPTIONS: dict[str, Any] = {
-    "codec": None,
-    "diagnose": 0,
-    "global_batch": None,
-    "steps": None,
-    "warmup": 0.0,
-    "target": None,
-    "evaluate_every": None,
-    "evaluations_after": 0,
-    "momentum": None,
-    "out": None,
-    "resume": None,
-    "checkpoint_every": None,
-    "trace": False,
-    "tensorboard": False,
-    "servers": 0,
-    "on_failure": "stop",
-    "lab": None,
-    "pace": None,
-    "slow": [],
-    "hosts": None,
-}
-"""Options of `train` that k-means does not have, and their defaults."""
+NETWORK_OPTIONS = (
+    *("codec", "diagnose", "global_batch", "steps", "warmup", "momentum", "target", "evaluate_every"),
+    *("evaluations_after", "out", "resume", "checkpoint_every", "trace", "tensorboard"),
+    *("servers", "on_failure", "lab", "hosts", "pace", "slow"),
+)
+"""Options of `train` that k-means does not have."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -93,10 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder; default runs/WORKLOAD-time")
     files.add_argument("--resume", metavar="auto|FOLDER", help="continue from the newest checkpoint there")
     files.add_argument(
-        "--checkpoint-every",
-        type=int,
-        metavar="STEPS",
-        help="0: never; default: at times between epochs",
+        "--checkpoint-every", type=int, metavar="STEPS", help="0: never; default: at times between epochs"
     )
     files.add_argument("--trace", action="store_true", help="a trace of each rank, for ui.perfetto.dev")
     files.add_argument("--tensorboard", action="store_true", help="scalars for TensorBoard")
@@ -328,31 +306,18 @@ def _check_resumed(folder: RunFolder, workload: Workload, settings: Settings) ->
     now: dict[str, Any] = asdict(settings)
     for name in ("batch", "learning_rate"):
         now[name] = getattr(usual, name) if now[name] is None else now[name]
-    shaping = (
-        "strategy",
-        "codec",
-        "collective",
-        "batch",
-        "global_batch",
-        "learning_rate",
-        "scaling",
-        "warmup",
-        "decay",
-        "seed",
+    rates = ["learning_rate", "scaling", "warmup", "decay"]
+    shaping = ["strategy", "codec", "collective", "batch", "global_batch", *rates, "seed"]
+    if now["decay"] != "none":  # the decay depends on them
+        rates += [name for name in ("epochs", "steps") if now[name] is not None]
+    changed, refused = (
+        [f"{name} {now[name]} (it was {before[name]})" for name in names if before.get(name, now[name]) != now[name]]
+        for names in (shaping, rates)
     )
-    changed = [
-        f"{name} {now[name]} (it was {before[name]})" for name in shaping if before.get(name, now[name]) != now[name]
-    ]
     if isinstance(workload, ScriptWorkload):
         digest = workload.script.sha256
         if before.get("script_sha256", digest) != digest:
             changed.append(f"a script of SHA-256 {digest[:12]}… (it was {before['script_sha256'][:12]}…)")
-    rates = ["learning_rate", "scaling", "warmup", "decay"]
-    if now["decay"] != "none":  # the decay depends on them
-        rates += [name for name in ("epochs", "steps") if now[name] is not None]
-    refused = [
-        f"{name} {now[name]} (it was {before[name]})" for name in rates if before.get(name, now[name]) != now[name]
-    ]
     if refused:
         raise IncompatibleError(
             f"{folder.path} continues with the learning rates that it was saved with, and cannot use "
@@ -374,15 +339,16 @@ def train_kmeans(arguments: argparse.Namespace) -> int:
     ranks = 1 if arguments.ranks is None else arguments.ranks
     if ranks < 1:
         raise SpecError(f"-n {ranks}: a run takes at least one worker")
-    for name, usual in NETWORK_OPTIONS.items():
-        if getattr(arguments, name, usual) != usual:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    for name in NETWORK_OPTIONS:
+        if getattr(arguments, name) != parser.get_default(name):
             raise IncompatibleError(
                 f"--{name.replace('_', '-')}: kmeans is no network and has no use for it; it takes -n, --strategy, "
                 "--batch, --epochs, --lr and --seed"
             )
-    given = {
-        new: getattr(arguments, old) for old, new in KMEANS_OPTIONS.items() if getattr(arguments, old, None) is not None
-    }
+    options = {"batch": arguments.batch, "epochs": arguments.epochs, "rate": arguments.learning_rate}
+    given = {name: value for name, value in options.items() if value is not None}
     plan = KMeansPlan(problem=arguments.workload, strategy=arguments.strategy, given=given, seed=arguments.seed)
     problem = build_blobs(plan.problem)
     name, _, _ = plan.solver()

@@ -15,16 +15,14 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from syncline.launch.local import LocalProcesses
 from syncline.launch.output import OutputForwarder
-from syncline.launch.process_events import ProcessEvents, join_store
+from syncline.launch.process_events import ENDED, RAISED, ProcessEvents, join_store
 from syncline.launch.programs import Program, thread_variables
 from syncline.launch.ssh import CONNECT_TIMEOUT_S, NO_STORE
 from syncline.launch.supervisor import CHECK_EVERY_S, EXIT_TIMEOUT_S, POLL_EVERY_S
-
-__all__ = ["main"]
 
 
 def main() -> int:
@@ -63,7 +61,7 @@ def _watch(processes: LocalProcesses, events: ProcessEvents, control: LauncherIn
     reported: set[str] = set()
     while True:
         for ended in processes.poll():
-            events.post_ended(ended)
+            events.post(ENDED, ended)
         if not processes.running():
             return
         if time.monotonic() - checked > CHECK_EVERY_S:
@@ -71,23 +69,18 @@ def _watch(processes: LocalProcesses, events: ProcessEvents, control: LauncherIn
             for raised in processes.raised():
                 if raised.name not in reported:
                     reported.add(raised.name)
-                    events.post_raised(raised)
+                    events.post(RAISED, raised)
         for order in control.orders():
-            processes.kill(order.name) if order.name else processes.signal(order.signal, order.ranks_only)
+            if "name" in order:
+                processes.kill(order["name"])
+            else:
+                processes.signal(order["signal"], order.get("ranks_only", False))
         if control.closed and ending_since is None:
             ending_since = time.monotonic()
             processes.signal(signal.SIGTERM)
         if ending_since is not None and time.monotonic() - ending_since > EXIT_TIMEOUT_S:
             processes.signal(signal.SIGKILL)
         time.sleep(POLL_EVERY_S)
-
-
-class SignalOrder(NamedTuple):
-    """A signal for all programs, for the ranks only, or for the named program."""
-
-    signal: int
-    ranks_only: bool
-    name: str
 
 
 class LauncherInput:
@@ -111,15 +104,11 @@ class LauncherInput:
             self._read()
         return self.closed
 
-    def orders(self) -> list[SignalOrder]:
-        """The orders that have arrived since the last call."""
+    def orders(self) -> list[dict[str, Any]]:
+        """The orders since the last call: a `signal` for all programs, for `ranks_only`, or for the one of a `name`."""
         self.has_closed()
         *lines, self._rest = self._rest.split(b"\n")
-        found: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
-        return [
-            SignalOrder(int(one["signal"]), bool(one.get("ranks_only", False)), str(one.get("name", "")))
-            for one in found
-        ]
+        return [json.loads(line) for line in lines if line]
 
     def _read(self) -> None:
         data = os.read(self._fd, 1 << 16)

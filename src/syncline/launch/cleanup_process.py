@@ -21,8 +21,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["CleanupProcess", "clean_up_after_mpiexec", "remove_unmapped_memory"]
-
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - MPICH chooses it
 SEGMENTS = "mpich_shm_*"
 """The file names of MPICH's shared memory."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
+import ctypes
 import os
 import re
 import shlex
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from syncline.errors import SpecError, WorldError
@@ -23,11 +27,137 @@ from syncline.launch.link_rate import (
     LinkShape,
     parse_rate,
 )
-from syncline.launch.namespaces import Namespace, require_tools
-
-__all__ = ["Lab", "LabHost", "NamespaceShell", "measure_link", "parse_lab", "throughput"]
 
 T = TypeVar("T")
+
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWNET = 0x40000000
+COMMAND_TIMEOUT_S = 30.0
+"""Timeout of one `ip` or `tc` command on a busy machine."""
+
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
+
+
+def require_tools() -> None:
+    """Raise, with the packages to install, if a command that the lab needs is missing."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        packages = " ".join(sorted({TOOLS[tool] for tool in missing}))
+        raise WorldError(f"the lab needs {', '.join(missing)}, not found in PATH: apt install {packages}")
+
+
+class Namespace:
+    """A network namespace with its own host name. It exists while this object is open or a process runs inside.
+
+    It has no name in the file system, unlike one of `ip netns add`, which outlives its creator. A thread enters a new
+    namespace, the process keeps a file descriptor of it, and the thread ends. When the last descriptor is closed and
+    the last process inside has ended, kill -9 included, the kernel removes the namespace and its links.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._owner = os.getpid()
+        self._net, self._uts = _in_thread(lambda: _create(name))
+
+    @property
+    def net(self) -> str:
+        """The path of the network namespace for other processes, valid while this process lives."""
+        return f"/proc/{self._owner}/fd/{self._net}"
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """The command that runs another command inside."""
+        return ("nsenter", f"--net={self.net}", f"--uts=/proc/{self._owner}/fd/{self._uts}")
+
+    @property
+    def closed(self) -> bool:
+        return self._net < 0
+
+    def call(self, fn: Callable[[], T]) -> T:
+        """Call `fn` in a thread inside, and return its result. Its sockets stay inside after the end of the thread."""
+        # The system may reuse the number of a closed descriptor, so it is never passed to setns.
+        if self.closed:
+            raise WorldError(f"the lab of host {self.name} is closed: use its hosts inside the with block")
+        net, uts = self._net, self._uts
+
+        def inside() -> T:
+            call_libc("setns", net, CLONE_NEWNET)
+            call_libc("setns", uts, CLONE_NEWUTS)
+            return fn()
+
+        return _in_thread(inside)
+
+    def batch(self, tool: str, lines: Sequence[str]) -> None:
+        """Run `ip` or `tc` once, inside, with all lines as input."""
+        if not lines:
+            return
+        script = "\n".join(lines) + "\n"
+        # A child starts in the namespaces of the thread that forks it, so nsenter is not needed.
+        try:
+            done = self.call(
+                lambda: subprocess.run(
+                    [tool, "-batch", "-"],
+                    input=script,
+                    capture_output=True,
+                    text=True,
+                    timeout=COMMAND_TIMEOUT_S,
+                    check=False,
+                )
+            )
+        except subprocess.TimeoutExpired:
+            raise WorldError(f"{tool} did not set up {self.name} of the lab within {COMMAND_TIMEOUT_S:.0f} s") from None
+        if done.returncode:
+            said = " ".join(done.stderr.split())
+            raise WorldError(
+                f"{tool} could not set up {self.name} of the lab (exit {done.returncode}): {said}; "
+                "the kernel needs veth, bridge and sch_tbf, and this process CAP_NET_ADMIN"
+            )
+
+    def close(self) -> None:
+        """Close it. The kernel removes it when no process is inside."""
+        if self.closed:
+            return
+        for fd in (self._net, self._uts):
+            os.close(fd)
+        self._net = self._uts = -1
+
+
+def _create(name: str) -> tuple[int, int]:
+    """Move the calling thread to new namespaces, and return a descriptor of each."""
+    try:
+        call_libc("unshare", CLONE_NEWNET | CLONE_NEWUTS)
+    except PermissionError:
+        raise WorldError(
+            f"making the lab's host {name} needs CAP_SYS_ADMIN and CAP_NET_ADMIN (user id here: {os.geteuid()}): run "
+            "as root, and a container with --privileged"
+        ) from None
+    except OSError as error:
+        raise WorldError(
+            f"the kernel does not make a network namespace for the lab's host {name}: {error.strerror}; it needs "
+            "CONFIG_NET_NS and CONFIG_UTS_NS, and a large enough /proc/sys/user/max_net_namespaces"
+        ) from None
+    encoded = name.encode()
+    call_libc("sethostname", encoded, len(encoded))
+    net = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        return net, os.open("/proc/thread-self/ns/uts", os.O_RDONLY)
+    except BaseException:
+        os.close(net)
+        raise
+
+
+def call_libc(function: str, *arguments: int | bytes) -> None:
+    """Call a function of the C library that Python 3.10 does not have."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _in_thread(fn: Callable[[], T]) -> T:
+    """Run `fn` in a new thread, so that the namespaces of the calling thread do not change."""
+    with ThreadPoolExecutor(1, "syncline-lab") as thread:
+        return thread.submit(contextvars.copy_context().run, fn).result()
+
 
 MAX_HOSTS = 64
 """With more hosts, the processors are the limit and not the network."""
@@ -124,9 +254,7 @@ class Lab:
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from syncline.errors import SpecError
 
-__all__ = ["OPEN", "SYSCTLS", "LinkShape", "parse_rate"]
-
 OPEN = "open"
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

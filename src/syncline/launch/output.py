@@ -8,10 +8,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 from typing import BinaryIO
-
-__all__ = ["OutputForwarder", "free_disk_space"]
 
 POLL_EVERY_S = 0.05
 READ_BYTES = 1 << 20
@@ -77,9 +74,8 @@ class OutputForwarder:
     def drain(self) -> None:
         """Forward everything that was written so far."""
         with self.lock:
-            messages = len(
-                self._messages
-            )  # read first: output that was written before a message is forwarded before it
+            # Read first: output that was written before a message is forwarded before it.
+            messages = len(self._messages)
             streams = [(stream, stream.ended) for stream in list(self._streams)]
             for stream, _ in streams:
                 stream.end = os.fstat(stream.file.fileno()).st_size
@@ -181,9 +177,7 @@ class OutputForwarder:
     def __enter__(self) -> OutputForwarder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -26,8 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prefork", "adopt", "find_prefork", "start_prefork"]
-
 PREFORK_VARIABLE = "SYNCLINE_PREFORK"
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of the NVIDIA and AMD drivers. Where one exists, ranks are not forked."""

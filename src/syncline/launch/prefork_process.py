@@ -29,8 +29,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["main", "serve"]
-
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a job."""
 NOT_DELETED = (type, types.FunctionType, types.ModuleType)

@@ -15,8 +15,6 @@ from syncline.launch.processes import ProcessExit
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
-__all__ = ["ENDED", "ProcessEvents", "join_store", "serve_store"]
-
 STORE_TIMEOUT_S = 20.0
 ENDED = "run/ended"
 RAISED = "run/raised"
@@ -80,28 +78,14 @@ class ProcessEvents:
         keys = {name: f"{ALIVE}/{name}" for name in names}
         return {name: self.store.get(key).decode() if self.store.check([key]) else "" for name, key in keys.items()}
 
-    def post_ended(self, ended: ProcessExit) -> None:
-        """Report to the launcher that a program of this host has ended."""
-        self._post(ENDED, ended)
-
-    def post_raised(self, raised: ProcessExit) -> None:
-        """Report to the launcher that a program of this host has raised an exception and not ended yet."""
-        self._post(RAISED, raised)
-
-    def read_ended(self) -> list[ProcessExit]:
-        """The programs on other hosts that have ended since the last call."""
-        return self._read_new(ENDED)
-
-    def read_raised(self) -> list[ProcessExit]:
-        """The programs on other hosts that have raised an exception since the last call."""
-        return self._read_new(RAISED)
-
-    def _post(self, kind: str, what: ProcessExit) -> None:
+    def post(self, kind: str, what: ProcessExit) -> None:
+        """Report to the launcher a program of this host: one that has `ENDED`, or has `RAISED` and not ended yet."""
         number = self.store.add(f"{kind}/next", 1)
         self.store.set(f"{kind}/{number}", what.to_json())
         self.store.add(kind, 1)
 
-    def _read_new(self, kind: str) -> list[ProcessExit]:
+    def read_new(self, kind: str) -> list[ProcessExit]:
+        """The reports of other hosts since the last call: programs that have `ENDED`, or have `RAISED`."""
         found = []
         count = self.store.add(kind, 0)
         # A writer takes a number before it writes the value, so a lower number may still be missing.

@@ -11,18 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-__all__ = [
-    "CombinedProcesses",
-    "ErrorReport",
-    "ProcessExit",
-    "ProcessState",
-    "Processes",
-    "first_failure",
-    "format_names",
-    "read_error_report",
-]
-
-
 ProcessState = Literal["stopped", "busy"]
 """The state of a process in the kernel: stopped by a signal, or running."""
 
@@ -96,15 +84,7 @@ class ProcessExit:
     def from_json(cls, text: str | bytes) -> ProcessExit:
         found = json.loads(text)
         report = found["report"]
-        rank = found["rank"]
-        return cls(
-            name=str(found["name"]),
-            rank=None if rank is None else int(rank),
-            code=int(found["code"]),
-            report=None if report is None else _report(report),
-            time=float(found["time"]),
-            silent=float(found.get("silent", 0.0)),
-        )
+        return cls(**{**found, "report": None if report is None else ErrorReport(**report)})
 
 
 def first_failure(failures: Sequence[ProcessExit]) -> ProcessExit:

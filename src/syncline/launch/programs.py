@@ -6,30 +6,11 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from syncline.errors import SpecError
 from syncline.launch.machine import cores
-
-__all__ = [
-    "EVALUATOR",
-    "LOCALHOST",
-    "MPIEXEC",
-    "Host",
-    "LaunchHost",
-    "Program",
-    "add_horovod_variables",
-    "evaluator_programs",
-    "forwarded_variables",
-    "network_key",
-    "parse_hosts",
-    "rank_programs",
-    "rendezvous_variables",
-    "role_environment",
-    "server_programs",
-    "thread_variables",
-]
 
 LOCALHOST = "localhost"
 """The one host name on which programs are started without ssh."""
@@ -62,7 +43,9 @@ def parse_hosts(text: str, ranks: int | None = None) -> tuple[Host, ...]:
         if odd or not even:
             raise SpecError(f"--hosts {text}: {ranks} ranks cannot be dealt evenly to {len(found)} hosts; give a:N")
     hosts = tuple(Host(name, even if slots is None else slots) for name, slots in found)
-    _check_count(text, hosts, ranks)
+    total = sum(host.slots for host in hosts)
+    if ranks is not None and total != ranks:
+        raise SpecError(f"-n {ranks} but --hosts {text} takes {total} ranks; leave -n out, or make them agree")
     return hosts
 
 
@@ -75,12 +58,6 @@ def _parse_host(part: str, text: str) -> tuple[str, int | None]:
     if slots == 0:
         raise SpecError(f"--hosts {text}: {match[1]} would take 0 ranks; leave it out")
     return match[1], slots
-
-
-def _check_count(text: str, hosts: Sequence[Host], ranks: int | None) -> None:
-    total = sum(host.slots for host in hosts)
-    if ranks is not None and total != ranks:
-        raise SpecError(f"-n {ranks} but --hosts {text} takes {total} ranks; leave -n out, or make them agree")
 
 
 EVALUATOR = "evaluator"
@@ -110,15 +87,7 @@ class Program:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Program:
         """Decode `to_json()`."""
-        rank, prefix = found["rank"], found["prefix"]
-        return cls(
-            name=str(found["name"]),
-            target=tuple(map(str, found["target"])),
-            variables={str(name): str(value) for name, value in found["variables"].items()},
-            rank=None if rank is None else int(rank),
-            prefix=None if prefix is None else str(prefix),
-            enter=tuple(map(str, found["enter"])),
-        )
+        return cls(**{**found, "target": tuple(found["target"]), "enter": tuple(found["enter"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +105,13 @@ class LaunchHost:
 
 
 def rank_programs(
-    hosts: Sequence[LaunchHost], target: Iterable[str], common: Mapping[str, str], plain_rank: int | None = 0
+    hosts: Sequence[LaunchHost],
+    target: Iterable[str],
+    common: Mapping[str, str],
+    plain_rank: int | None = 0,
+    horovod: bool = False,
 ) -> list[list[Program]]:
-    """The programs of the ranks, by host. Ranks are numbered host by host.
+    """The programs of the ranks, by host. Ranks are numbered host by host. `horovod`: with Horovod's variables too.
 
     >>> found = rank_programs([LaunchHost(name="a", slots=2), LaunchHost(name="b", slots=1)], ["train.py"], {})
     >>> [[program.name for program in programs] for programs in found]
@@ -160,10 +133,30 @@ def rank_programs(
                 "LOCAL_WORLD_SIZE": str(host.slots),
                 "GROUP_RANK": str(number),
             }
+            if horovod:
+                variables |= _horovod_variables([host.slots for host in hosts], number, first + local, local)
             prefix = None if first + local == plain_rank else f"[{first + local}] "
             programs.append(_program(host, name, target, {**common, **variables}, prefix, rank=first + local))
         found.append(programs)
     return found
+
+
+def _horovod_variables(slots: Sequence[int], host: int, rank: int, local: int) -> dict[str, str]:
+    """HOROVOD_RANK and others. The cross rank counts the hosts that have a rank with the same local rank.
+
+    >>> [_horovod_variables([2, 1], *place)["HOROVOD_CROSS_RANK"] for place in ((0, 0, 0), (0, 1, 1), (1, 2, 0))]
+    ['0', '0', '1']
+    >>> [_horovod_variables([2, 1], *place)["HOROVOD_CROSS_SIZE"] for place in ((0, 0, 0), (0, 1, 1), (1, 2, 0))]
+    ['2', '1', '2']
+    """
+    return {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(sum(slots)),
+        "HOROVOD_LOCAL_RANK": str(local),
+        "HOROVOD_LOCAL_SIZE": str(slots[host]),
+        "HOROVOD_CROSS_RANK": str(sum(count > local for count in slots[:host])),
+        "HOROVOD_CROSS_SIZE": str(sum(count > local for count in slots)),
+    }
 
 
 def server_programs(
@@ -284,34 +277,3 @@ def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, s
         for name, value in found.items()
         if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
     }
-
-
-def add_horovod_variables(hosts: Sequence[Sequence[Program]]) -> list[list[Program]]:
-    """Add HOROVOD_RANK, HOROVOD_SIZE and the other variables of Horovod to the programs of ranks.
-
-    The cross rank counts the hosts that have a rank with the same local rank.
-
-    >>> hosts = [LaunchHost(name="a", slots=2), LaunchHost(name="b", slots=1)]
-    >>> found = add_horovod_variables(rank_programs(hosts, ["train.py"], {}))
-    >>> [program.variables["HOROVOD_CROSS_RANK"] for programs in found for program in programs]
-    ['0', '0', '1']
-    >>> [program.variables["HOROVOD_CROSS_SIZE"] for programs in found for program in programs]
-    ['2', '1', '2']
-    """
-    sizes = [len(programs) for programs in hosts]
-
-    def extended(program: Program, number: int, local: int) -> Program:
-        variables = {
-            "HOROVOD_RANK": str(program.rank),
-            "HOROVOD_SIZE": str(sum(sizes)),
-            "HOROVOD_LOCAL_RANK": str(local),
-            "HOROVOD_LOCAL_SIZE": str(sizes[number]),
-            "HOROVOD_CROSS_RANK": str(sum(size > local for size in sizes[:number])),
-            "HOROVOD_CROSS_SIZE": str(sum(size > local for size in sizes)),
-        }
-        return replace(program, variables={**program.variables, **variables})
-
-    return [
-        [extended(program, number, local) for local, program in enumerate(programs)]
-        for number, programs in enumerate(hosts)
-    ]

@@ -17,21 +17,9 @@ from dataclasses import dataclass, field
 
 from syncline.errors import WorldError
 from syncline.launch.output import OutputForwarder
-from syncline.launch.process_events import ProcessEvents
+from syncline.launch.process_events import ENDED, RAISED, ProcessEvents
 from syncline.launch.processes import ErrorReport, ProcessExit, ProcessState
 from syncline.launch.programs import LOCALHOST, Host, Program
-
-__all__ = [
-    "CONNECT_TIMEOUT_S",
-    "NO_STORE",
-    "AgentConnection",
-    "HostPrograms",
-    "RemoteProcesses",
-    "address_towards",
-    "agent_command",
-    "resolve_alias",
-    "ssh_command",
-]
 
 CONNECT_TIMEOUT_S = 10
 """Timeout of the connection to a host, and from there to the launcher."""
@@ -235,7 +223,7 @@ class RemoteProcesses:
     def poll(self) -> list[ProcessExit]:
         # The exit codes first, the store after them: an agent posts its events before it ends.
         codes = [link.code() for _, link in self._links]
-        found = [ended for ended in self._events.read_ended() if self._remove(ended)]
+        found = [ended for ended in self._events.read_new(ENDED) if self._remove(ended)]
         for (share, link), code in zip(self._links, codes, strict=True):
             if not link.ready and self._events.is_ready(share.number):
                 link.forward_errors(self._output)
@@ -254,7 +242,7 @@ class RemoteProcesses:
         return any(share.running.pop(ended.name, None) is not None for share, _ in self._links)
 
     def raised(self) -> list[ProcessExit]:
-        self._raised |= {one.name: one for one in self._events.read_raised()}
+        self._raised |= {one.name: one for one in self._events.read_new(RAISED)}
         return [self._raised[name] for name in self.running() if name in self._raised]
 
     def running(self) -> list[str]:

@@ -29,7 +29,6 @@ from syncline.launch.programs import (
     Host,
     LaunchHost,
     Program,
-    add_horovod_variables,
     evaluator_programs,
     forwarded_variables,
     network_key,
@@ -44,23 +43,6 @@ from syncline.launch.supervisor import FailurePolicy, Supervisor, Tick
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
-
-__all__ = [
-    "SERVER",
-    "Job",
-    "JobExit",
-    "become_launcher",
-    "hosts_in_lab",
-    "local_host",
-    "run_by_mpiexec",
-    "run_by_srun",
-    "run_here",
-    "run_in_lab",
-    "run_logged",
-    "run_on_hosts",
-    "run_supervised",
-    "srun_command",
-]
 
 LOOPBACK = "127.0.0.1"
 SERVER = ("-m", "syncline.server")
@@ -116,10 +98,9 @@ def _start_prefork(job: Job, host: LaunchHost) -> None:
 
 def run_supervised(job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str) -> int:
     """Run on hosts that are all on this machine (a lab, or the machine itself); return the exit code."""
-    common = rendezvous_variables(address, store.port)
-    programs = [program for programs in _programs(job, hosts, common) for program in programs]
-    with _output() as output:
-        return _supervise(job, LocalProcesses(programs, output), ProcessEvents(store), hosts, output)
+    with _terminal_output() as output:
+        processes = _local_processes(job, hosts, store, address, output)
+        return _supervise(job, processes, ProcessEvents(store), hosts, output)
 
 
 @dataclass(frozen=True)
@@ -137,12 +118,18 @@ def run_logged(
     job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str, log: BinaryIO, tick: Tick
 ) -> JobExit:
     """Run on hosts that are all on this machine, with all output in `log`."""
-    common = rendezvous_variables(address, store.port)
-    programs = [program for programs in _programs(job, hosts, common) for program in programs]
     with OutputForwarder(log, log) as output:
-        supervisor = _supervisor(job, LocalProcesses(programs, output), ProcessEvents(store), hosts, output.say, tick)
+        processes = _local_processes(job, hosts, store, address, output)
+        supervisor = _supervisor(job, processes, ProcessEvents(store), hosts, output.say, tick)
         code = supervisor.run()
     return JobExit(code, supervisor.failure, supervisor.ended_early)
+
+
+def _local_processes(
+    job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str, output: OutputForwarder
+) -> LocalProcesses:
+    common = rendezvous_variables(address, store.port)
+    return LocalProcesses([program for each in _programs(job, hosts, common) for program in each], output)
 
 
 def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
@@ -165,7 +152,7 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     numbered = list(enumerate(zip(hosts, _programs(job, launch_hosts, common), strict=True)))
     here = [program for _, (host, programs) in numbered if host.name == LOCALHOST for program in programs]
     remote = [HostPrograms(number, host, programs) for number, (host, programs) in numbered if host.name != LOCALHOST]
-    with _output() as output:
+    with _terminal_output() as output:
         parts: list[Processes] = [LocalProcesses(here, output)] if here else []
         parts += [RemoteProcesses(remote, address, store.port, events, output)] if remote else []
         return _supervise(job, CombinedProcesses(parts), events, launch_hosts, output)
@@ -216,10 +203,9 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
     variables = {**variables, **limit, **saves, **job.variables, **common}
     if job.mpi:
         return mpiexec_programs(hosts, job.target, variables, job.servers, job.server, plain=job.plain_rank is not None)
-    ranks = rank_programs(hosts, job.target, variables, job.plain_rank)
     parts = [
         server_programs(hosts, job.server, variables, job.servers),
-        add_horovod_variables(ranks) if job.horovod else ranks,
+        rank_programs(hosts, job.target, variables, job.plain_rank, job.horovod),
     ]
     if evaluators:
         parts.append(evaluator_programs(hosts, job.target, variables))
@@ -276,12 +262,10 @@ def _supervisor(
     )
 
 
-@contextlib.contextmanager
-def _output() -> Iterator[OutputForwarder]:
+def _terminal_output() -> OutputForwarder:
     sys.stdout.flush()
     sys.stderr.flush()
-    with OutputForwarder(sys.stdout.buffer, sys.stderr.buffer) as output:
-        yield output
+    return OutputForwarder(sys.stdout.buffer, sys.stderr.buffer)
 
 
 def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int:
@@ -293,11 +277,9 @@ def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int
         )
     warn_if_oversubscribed(ranks)
     with Lab(hosts, rate) as lab:
-        print(
-            f"syncline: a lab of {hosts} hosts at {rate}, {_measured(lab)}; it adds no latency of its own",
-            file=sys.stderr,
-            flush=True,
-        )
+        measured = "not measured" if lab.measured is None else f"measured {lab.measured / 1e6:.1f} Mbit/s"
+        text = f"syncline: a lab of {hosts} hosts at {rate}, {measured}; it adds no latency of its own"
+        print(text, file=sys.stderr, flush=True)
         launch_hosts, store, address = hosts_in_lab(lab, ranks, job.address, mpi=job.mpi)
         return run_supervised(job, launch_hosts, store, address)
 
@@ -333,10 +315,6 @@ def _hidden_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nothing)
-
-
-def _measured(lab: Lab) -> str:
-    return "not measured" if lab.measured is None else f"measured {lab.measured / 1e6:.1f} Mbit/s"
 
 
 def _lab_host(host: LabHost, slots: int, common: Mapping[str, str], remote_shell: str) -> LaunchHost:

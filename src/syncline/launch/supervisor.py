@@ -14,8 +14,6 @@ from syncline.environment.heartbeats import LEFT
 from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import Processes, ProcessExit, ProcessState, first_failure, format_names
 
-__all__ = ["FailurePolicy", "HeartbeatMonitor", "Supervisor", "Tick"]
-
 MAX_GAP_S = 2.0
 """Largest time in seconds that counts between two checks: the launcher itself may have been suspended."""
 

@@ -8,7 +8,7 @@ ops               the operations that the script calls
        ├─ pending        operations in flight, and the end of waits for a rank that has left
        └─ execution      runs each kind of operation, many small ones in one buffer
 optimizer         DistributedOptimizer
-  └─ optimizer_sync   reduces its gradients, with the reducer of `sl.distribute` or with a strategy
+  └─ optimizer_sync   synchronises it: by the reducer of `sl.distribute`, by a strategy, or by Adasum
 context           hvd.init(), ranks and process sets
 objects           broadcast and allgather of parameters, optimizer states and objects
 elastic           hvd.elastic: state that is committed and restored

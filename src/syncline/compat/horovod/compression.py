@@ -10,16 +10,9 @@ from torch import Tensor
 from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, UnsupportedError
 
-__all__ = ["CodecCompression", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "codec_of"]
-
 
 class Compressor:
-    """A pair of functions that compress a tensor and decompress it.
-
-    `codec` names the equivalent codec of Syncline, which `DistributedOptimizer` uses instead.
-    """
-
-    codec: ClassVar[str | None] = None
+    """A pair of functions that compress a tensor and decompress it."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -54,8 +47,6 @@ class FP16Compressor(Compressor):
     >>> FP16Compressor.compress(torch.ones(1))
     (tensor([1.], dtype=torch.float16), torch.float32)
     """
-
-    codec = "cast('fp16')"
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -117,12 +108,11 @@ def codec_of(compression: Any) -> Codec | None:
         return compression.codec
     if compression is None or isinstance(compression, (str, Codec)):
         return build_codec(compression)
-    known = compression if isinstance(compression, type) else type(compression)
-    if issubclass(known, (NoneCompressor, FP16Compressor)) and known.compress in (
-        NoneCompressor.compress,
-        FP16Compressor.compress,
-    ):
-        return build_codec(known.codec)
+    compress = getattr(compression, "compress", None)
+    if compress is NoneCompressor.compress:
+        return None
+    if compress is FP16Compressor.compress:
+        return build_codec("cast('fp16')")
     raise IncompatibleError(
         f"compression={compression!r}: gradients are sent in buckets, so compress() and decompress() of single "
         "tensors are not called. Use Compression.none, Compression.fp16 or a codec, as "

@@ -9,59 +9,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from syncline.compat.horovod.engine import ProcessSetEngine
 from syncline.compat.horovod.errors import NotInitializedError, UninitializedOperationError
 from syncline.compat.horovod.messages import OperationPlan, OperationRequest
-from syncline.compat.horovod.pending import CollectiveCounter, HandleTable, PendingOperation
+from syncline.compat.horovod.pending import CollectiveCounter, PendingOperation
 from syncline.compat.horovod.settings import LEVELS, HorovodSettings, read, without_effect
 from syncline.compat.horovod.timeline import Timeline, TimelineObserver
 from syncline.errors import IncompatibleError, SynclineError, WorldError
 from syncline.world import Group, World, broadcast, current_world
 from syncline.world import init as init_world
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "HorovodContext",
-    "Joinable",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "add_process_set",
-    "ccl_built",
-    "context",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+if TYPE_CHECKING:
+    from syncline.compat.horovod.optimizer_sync import OptimizerSync
 
 
 class ProcessSet:
@@ -147,7 +111,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     (None, tensor([2.]), tensor([2.]))
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    return context().add(wanted)
+    here = context()
+    if not here.settings.dynamic_process_sets:
+        raise IncompatibleError(
+            "HOROVOD_DYNAMIC_PROCESS_SETS=0 forbids sets after init(): name them in hvd.init(process_sets=[…])"
+        )
+    ranks = here.check_new_set(wanted)
+    here.request(here.engine(global_process_set), "add", ranks, lambda plan: here.create_set(wanted))
+    return wanted
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -157,7 +128,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if process_set.process_set_id in (0, None):
         return False
-    return context().remove(process_set)
+    here = context()
+    number, ranks = here.check_set(process_set), tuple(process_set.ranks)
+    here.request(here.engine(global_process_set), "remove", ranks, lambda plan: here.remove_set(number))
+    return True
 
 
 logger = logging.getLogger("syncline")
@@ -166,31 +140,23 @@ DYNAMIC = "dynamic"
 UNUSED = "is not usable: name it in hvd.init(process_sets=[…]), or call hvd.add_process_set on every rank"
 
 
-class Joinable(Protocol):
-    """A participant of reductions that continue after this rank has joined."""
-
-    def join_rounds(self) -> None:
-        """Contribute zeros to the reductions of other ranks until every rank has joined."""
-        ...
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        ...
-
-
 class HorovodContext:
     """Horovod on one rank, from `init()` to `shutdown()`."""
 
     def __init__(self, world: World, settings: HorovodSettings, owns: bool) -> None:
         self.world = world
         self.owns = owns
-        self.optimizers: list[Joinable] = []
+        self.optimizers: list[OptimizerSync] = []
         self.timeline: TimelineObserver | None = None
-        self.handles = HandleTable(world.runtime.lock())
+        self.handles: dict[int, tuple[ProcessSetEngine, PendingOperation]] = {}
+        """The operations of the handles that the user has not waited for."""
+        self._handle_numbers = count(1)  # never 0: scripts test `if handle`
+        self.layer_numbers: dict[torch.nn.Module, int] = {}
+        """Layers of `SyncBatchNorm`, in the order in which they are first used."""
         first = world.group()
         self.settings = _settings_of_rank_0(settings, first)
         self._engines: dict[int, ProcessSetEngine | None] = {}
-        self._sets: dict[int, ProcessSet] = {0: global_process_set}
+        self.process_sets: dict[int, ProcessSet] = {0: global_process_set}
         self._next = 0
         self._add_engine(first)
         if settings.timeline is not None:
@@ -199,14 +165,14 @@ class HorovodContext:
     def engine_of(self, process_set: ProcessSet) -> ProcessSetEngine | None:
         """The engine of a process set on this rank; None if this rank is not a member."""
         number = process_set.process_set_id
-        if number is not None and self._sets.get(number) is process_set:  # the usual case
+        if number is not None and self.process_sets.get(number) is process_set:  # the usual case
             return self._engines[number]
         return self._engines[self.check_set(process_set)]
 
     def check_set(self, process_set: ProcessSet) -> int:
         """The number of a registered set. The number of a set of an earlier init() may now belong to another set."""
         number = process_set.process_set_id
-        known = self._sets.get(number) if number is not None else None
+        known = self.process_sets.get(number) if number is not None else None
         if number is None or known is None or (known is not process_set and known.ranks != process_set.ranks):
             raise IncompatibleError(f"{process_set!r} {UNUSED}")
         return number
@@ -218,25 +184,11 @@ class HorovodContext:
             raise IncompatibleError(f"rank {self.world.rank} is not a member of the process set {process_set.ranks}")
         return engine
 
-    def add(self, process_set: ProcessSet) -> ProcessSet:
-        """Make a set usable. Every rank calls it, in the same order."""
-        if not self.settings.dynamic_process_sets:
-            raise IncompatibleError(
-                "HOROVOD_DYNAMIC_PROCESS_SETS=0 forbids sets after init(): name them in hvd.init(process_sets=[…])"
-            )
-        ranks = self._checked(process_set)
-        self._run_on_all_ranks("add", ranks, lambda plan: self._create_set(ranks, process_set))
-        return process_set
-
-    def remove(self, process_set: ProcessSet) -> bool:
-        """Remove a set. Every rank calls it."""
-        number = self.check_set(process_set)
-        self._run_on_all_ranks("remove", process_set.ranks, lambda plan: self._remove_set(number))
-        return True
-
-    def sets(self) -> list[ProcessSet]:
-        """All usable sets, the global set first."""
-        return [self._sets[number] for number in sorted(self._sets)]
+    def add_handle(self, engine: ProcessSetEngine, pending: PendingOperation) -> int:
+        """Store an operation and return its handle."""
+        number = next(self._handle_numbers)
+        self.handles[number] = (engine, pending)
+        return number
 
     def data_team(self, process_set: ProcessSet) -> tuple[Group, CollectiveCounter]:
         """A new team of the members of a set, and the counter of its collectives. Every member calls it."""
@@ -252,7 +204,7 @@ class HorovodContext:
             engine.channels.append(CollectiveCounter(self.world.runtime, give_up))
             return team, engine.channels[-1]
 
-        return self._request(engine, "team", (), make)  # type: ignore[no-any-return]
+        return self.request(engine, "team", (), make)  # type: ignore[no-any-return]
 
     def leave(self, reason: str) -> None:
         """Tell the other ranks at once that an operation failed here; closing may take longer."""
@@ -286,26 +238,23 @@ class HorovodContext:
                 engine.team.close()
         self.stop_timeline()
 
-    def make_static(self, sets: Sequence[ProcessSet]) -> None:
-        """Create the sets that `init` was called with, in their order."""
-        for process_set in sets:
-            self._create_set(self._checked(process_set), process_set)
-
-    def _checked(self, process_set: ProcessSet) -> tuple[int, ...]:
+    def check_new_set(self, process_set: ProcessSet) -> tuple[int, ...]:
+        """The ranks of a set that can be created. Raises for another set."""
         ranks = tuple(process_set.ranks)
         unknown = [rank for rank in ranks if not 0 <= rank < self.world.size]
         if not ranks or unknown:
             wrong = f"ranks {unknown} are not among 0 to {self.world.size - 1}" if unknown else "it is empty"
             raise IncompatibleError(f"{process_set!r} is not possible: {wrong}")
-        for number, found in self._sets.items():
+        for number, found in self.process_sets.items():
             if tuple(found.ranks) == ranks:
                 raise IncompatibleError(f"there is a process set of ranks {list(ranks)} already, with id {number}")
         return ranks
 
-    def _create_set(self, ranks: tuple[int, ...], process_set: ProcessSet) -> None:
-        number = self._add_engine(self.world.group(ranks))
+    def create_set(self, process_set: ProcessSet) -> None:
+        """Create a set on this rank, when all ranks do."""
+        number = self._add_engine(self.world.group(tuple(process_set.ranks)))
         process_set.process_set_id = number
-        self._sets[number] = process_set
+        self.process_sets[number] = process_set
 
     def _add_engine(self, team: Group) -> int:
         number, self._next = self._next, self._next + 1
@@ -316,19 +265,18 @@ class HorovodContext:
         self._engines[number] = engine
         return number
 
-    def _remove_set(self, number: int) -> None:
+    def remove_set(self, number: int) -> None:
+        """Remove a set on this rank, when all ranks do."""
         engine = self._engines.pop(number)
-        self._sets.pop(number).invalidate()
+        self.process_sets.pop(number).invalidate()
         if engine is not None:
             engine.close()
             engine.team.close()
 
-    def _run_on_all_ranks(self, kind: str, ranks: Sequence[int], action: Callable[[OperationPlan], Any]) -> None:
-        self._request(self.engine(global_process_set), kind, tuple(ranks), action)
-
-    def _request(
+    def request(
         self, engine: ProcessSetEngine, kind: str, numbers: tuple[int, ...], action: Callable[[OperationPlan], Any]
     ) -> Any:
+        """Run an action on every rank of a set, when all have requested it; return this rank's result."""
         request = OperationRequest(kind, engine.unnamed(kind), splits=numbers)
         pending = PendingOperation(self.world.runtime, request, [], [])
         pending.action = action
@@ -399,7 +347,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     slot = _context_slot()
     assert slot is not None, "there is a world"
     slot.context = made
-    made.make_static(static)
+    for process_set in static:
+        made.check_new_set(process_set)
+        made.create_set(process_set)
 
 
 def shutdown() -> None:
@@ -456,12 +406,7 @@ class ReduceOp(IntEnum):
     Product = 5
 
 
-Average = ReduceOp.Average
-Sum = ReduceOp.Sum
-Adasum = ReduceOp.Adasum
-Min = ReduceOp.Min
-Max = ReduceOp.Max
-Product = ReduceOp.Product
+Average, Sum, Adasum, Min, Max, Product = ReduceOp
 
 
 def rank() -> int:
@@ -508,8 +453,7 @@ def _hosts_of(number: int) -> list[str]:
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """The ranks of all usable process sets, by their ids."""
-    found: list[ProcessSet] = context().sets()
-    return {number: list(each.ranks) for each in found if (number := each.process_set_id) is not None}
+    return {number: list(each.ranks) for number, each in sorted(context().process_sets.items())}
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

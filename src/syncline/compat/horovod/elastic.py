@@ -130,7 +130,7 @@ class ObjectState(State):
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
         for name in kwargs:
-            refuse_taken(self, name)
+            check_name(self, name)
         self._saved = copy.deepcopy(kwargs)
         self.__dict__.update(kwargs)
 
@@ -149,7 +149,7 @@ class ObjectState(State):
             self.restore()
 
 
-def refuse_taken(state: State, name: str) -> None:
+def check_name(state: State, name: str) -> None:
     """Raise for a value whose name is the name of a method."""
     if hasattr(type(state), name):
         raise SpecError(f"{name}=…: {type(state).__name__} has a method {name}(); give the value another name")
@@ -352,7 +352,7 @@ class TorchState(ObjectState):
         handlers = {name: handler_for(value) for name, value in given.items()}
         self._handlers: dict[str, StateHandler[Any]] = {name: one for name, one in handlers.items() if one is not None}
         for name, handler in self._handlers.items():
-            refuse_taken(self, name)
+            check_name(self, name)
             self.__dict__[name] = handler.value
         plain = {name: value for name, value in given.items() if name not in self._handlers}
         super().__init__(bcast_object=broadcast_object, get_rank=lambda: context().world.rank, **plain)

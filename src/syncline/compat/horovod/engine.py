@@ -29,15 +29,15 @@ from syncline.compat.horovod.execution import FusionGroup, execute, fuse_plans
 from syncline.compat.horovod.messages import (
     CoordinatorAnswer,
     Departure,
+    MessageReader,
     OperationFailure,
     OperationPlan,
     OperationRequest,
     as_tensor,
+    name_ranks,
+    pack,
     pack_answer,
-    pack_departure,
-    pack_requests,
     read_answer,
-    read_departure,
     read_requests,
 )
 from syncline.compat.horovod.negotiation import NegotiationTable, bits
@@ -48,8 +48,6 @@ from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, Syn
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
 from syncline.world import Group
-
-__all__ = ["ProcessSetEngine"]
 
 logger = logging.getLogger("syncline")
 
@@ -93,8 +91,8 @@ class ProcessSetEngine:
         self._broken = False
         """Whether an operation failed on this rank."""
         self._lock = runtime.lock()
-        self._sending = runtime.lock()
-        self._tabling = runtime.lock()
+        self._flush_lock = runtime.lock()
+        self._table_lock = runtime.lock()
         self._message_lock = runtime.lock()
         self._dirty = runtime.event()
         self._pending: dict[str, PendingOperation] = {}
@@ -105,7 +103,7 @@ class ProcessSetEngine:
         self._refused: dict[str, str] = {}
         """Operations that have failed before this rank requested them."""
         self._groupings: dict[int, list[FusionGroup]] = {}
-        self._held_bytes = 0
+        self._cached_bytes = 0
         self._over = ""
         self._left = False
         self._coordinator_left = False
@@ -200,7 +198,7 @@ class ProcessSetEngine:
 
     def flush(self, waited: bool = True) -> None:
         """Send the requests since the last flush to the coordinator. `waited`: a thread waits for one of them."""
-        with self._sending:
+        with self._flush_lock:
             with self._lock:
                 mask, requests = self._mask, self._requests
                 self._mask, self._requests = 0, []
@@ -211,7 +209,7 @@ class ProcessSetEngine:
                 if self._table is not None:
                     self._add_requests(0, mask, requests)
                 else:
-                    self._send((0,), REQUESTS, mask, pack_requests(requests))
+                    self._send((0,), REQUESTS, mask, pack(requests))
             except SynclineError as error:
                 self._break(f"the coordinator cannot be reached: {error}", error)
 
@@ -246,7 +244,7 @@ class ProcessSetEngine:
         """Add requests to the table, and announce the operations that can be executed."""
         table = self._table
         assert table is not None, "this is the coordinator"
-        with self._tabling:
+        with self._table_lock:
             table.request(rank, mask, requests, self._runtime.now())
             self._announce(table.settle())
             if table.waiting and self._idle:
@@ -277,10 +275,10 @@ class ProcessSetEngine:
             if self._over:
                 return
             departure = self._lost(source, error)
-        with self._tabling:
+        with self._table_lock:
             table.leave(source, departure.why)
             self._announce(table.settle())
-            self._send(self._others(), REQUESTS, 0, pack_departure(departure), DEPARTURE_TAG)
+            self._send(self._others(), REQUESTS, 0, pack([departure]), DEPARTURE_TAG)
         self._departed(departure)
 
     def _run_cycles(self) -> None:
@@ -315,7 +313,7 @@ class ProcessSetEngine:
         table, settings = self._table, self._settings
         assert table is not None, "this is the coordinator"
         limit = settings.stall_warning if settings.stall_check else math.inf
-        with self._tabling:
+        with self._table_lock:
             if not table.waiting:
                 self._idle = True
                 warned.clear()
@@ -328,7 +326,7 @@ class ProcessSetEngine:
         if new:
             warned.update(found.name for found in new)
             ranks = self.team.ranks
-            names = "; ".join(f"{each.name} ({_ranks([ranks[r] for r in each.missing])} missing)" for each in new)
+            names = "; ".join(f"{each.name} ({name_ranks([ranks[r] for r in each.missing])} missing)" for each in new)
             logger.warning(
                 "stalled for %.3g s or more: one or more tensors were submitted by some ranks only: %s",
                 min(found.seconds for found in new),
@@ -368,7 +366,7 @@ class ProcessSetEngine:
                 _, _, body = self._receive(0, DEPARTURE_TAG)
                 if not body:
                     return
-                departure = read_departure(body, 0)
+                departure = Departure.read(MessageReader(body, 0))
                 self._departed(departure)
                 if departure.rank == self.team.ranks[0]:
                     return
@@ -381,8 +379,8 @@ class ProcessSetEngine:
         completed = dict(departure.rounds)
         for number, channel in enumerate(self.channels):
             channel.departed(departure.why, completed.get(number, 0) if departure.known else None)
-        if not departure.known or departure.carried >= 0:
-            self._steps.departed(departure.why, departure.carried if departure.known else None)
+        if not departure.known or departure.executed >= 0:
+            self._steps.departed(departure.why, departure.executed if departure.known else None)
 
     def _lost(self, source: int, error: SynclineError) -> Departure:
         rank = self.team.ranks[source]
@@ -412,7 +410,7 @@ class ProcessSetEngine:
         with self._lock:
             mask, requests = self._mask, self._requests
             self._mask, self._requests = 0, []
-        with self._tabling:
+        with self._table_lock:
             table.request(0, mask, requests, 0.0)
             answer = table.settle()
         with torch.no_grad(), suppress(Exception):  # the pending operation has the error
@@ -435,7 +433,7 @@ class ProcessSetEngine:
                     if pending is not None:
                         pending.settle(error=problem)
                 raise
-            self._note(group, requested, start)
+            self._record_times(group, requested, start)
             if group.plans[0].request.kind == "join":  # until now some ranks have requested more than others
                 with self._lock:
                     self._counts.clear()
@@ -448,17 +446,17 @@ class ProcessSetEngine:
         fresh = [plan for plan in answer.plans if plan.number >= 0]
         if fresh:
             self._groupings.clear()
-            self._held_bytes = 0
+            self._cached_bytes = 0
             self._plans.update((plan.number, plan) for plan in fresh)
         known = self._groupings.get(answer.mask) if answer.mask else []
-        most = self._settings.fusion_bytes
+        max_bytes = self._settings.fusion_bytes
         if known is None:
-            known = fuse_plans([self._plans[number] for number in bits(answer.mask)], most)
+            known = fuse_plans([self._plans[number] for number in bits(answer.mask)], max_bytes)
             size = sum(group.nbytes for group in known)
-            if len(self._groupings) < MAX_CACHED_GROUPINGS and self._held_bytes + size <= MAX_CACHED_BYTES:
+            if len(self._groupings) < MAX_CACHED_GROUPINGS and self._cached_bytes + size <= MAX_CACHED_BYTES:
                 self._groupings[answer.mask] = known
-                self._held_bytes += size
-        return [*known, *fuse_plans(answer.plans, most)]
+                self._cached_bytes += size
+        return [*known, *fuse_plans(answer.plans, max_bytes)]
 
     def _claim(self, group: FusionGroup) -> list[PendingOperation | None]:
         """This rank's operations of a group. From now on their names can be used again."""
@@ -475,7 +473,7 @@ class ProcessSetEngine:
                     self._known[name] = (plan.number, pending.request)
         return requested
 
-    def _note(self, group: FusionGroup, requested: Sequence[PendingOperation | None], start: float) -> None:
+    def _record_times(self, group: FusionGroup, requested: Sequence[PendingOperation | None], start: float) -> None:
         timeline = self._timeline()
         if timeline is None:
             return
@@ -528,17 +526,17 @@ class ProcessSetEngine:
         if said:
             return
         why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
-        carried = self._steps.completed if self._broken else -1
+        executed = self._steps.completed if self._broken else -1
         rounds = tuple((number, channel.completed) for number, channel in enumerate(self.channels))
-        body = b"" if answering else pack_departure(Departure(mine, why, True, carried, rounds))
-        with self._sending:
+        body = b"" if answering else pack([Departure(mine, why, True, executed, rounds)])
+        with self._flush_lock:
             self._send([rank], GOODBYE, 0, body)
             if self._table is not None:
                 self._send([rank], GOODBYE, 0, body, DEPARTURE_TAG)
 
     def _departure(self, body: bytes, source: int) -> Departure:
         if body:
-            return read_departure(body, source)
+            return Departure.read(MessageReader(body, source))
         return Departure(self.team.ranks[source], f"{SHUT_DOWN} on rank {self.team.ranks[source]}", known=True)
 
     # Messages.
@@ -575,7 +573,3 @@ class ProcessSetEngine:
         body = torch.empty(length, dtype=torch.uint8)
         self._control.recv(body, source, tag, exact=True).wait()
         return kind, mask, body.numpy().tobytes()
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

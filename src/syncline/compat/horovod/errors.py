@@ -13,46 +13,21 @@ from __future__ import annotations
 
 from syncline.errors import IncompatibleError, SynclineError, UnsupportedError
 
-__all__ = [
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "NotInitializedError",
-    "UninitializedOperationError",
-    "UnsupportedAdasumError",
-    "UnsupportedReductionError",
-]
-
 
 class HorovodInternalError(SynclineError, RuntimeError):
-    """An operation could not be executed. Elastic jobs then restore their state.
-
-    >>> issubclass(HorovodInternalError, RuntimeError)
-    True
-    """
+    """An operation could not be executed. Elastic jobs then restore their state."""
 
 
 class UnsupportedReductionError(HorovodInternalError, IncompatibleError):
-    """A `reducescatter` with another op than Average and Sum.
-
-    >>> issubclass(UnsupportedReductionError, ValueError)
-    True
-    """
+    """A `reducescatter` with another op than Average and Sum."""
 
 
 class UnsupportedAdasumError(IncompatibleError, UnsupportedError, NotImplementedError):
-    """Adasum on a number of ranks that is not a power of two, or an optimizer with Adasum on some ranks only.
-
-    >>> issubclass(UnsupportedAdasumError, NotImplementedError)
-    True
-    """
+    """Adasum on a number of ranks that is not a power of two, or an optimizer with Adasum on some ranks only."""
 
 
 class HostsUpdatedInterrupt(SynclineError, RuntimeError):  # noqa: N818 (Horovod's name)
-    """The hosts of an elastic job have changed. `skip_sync`: the state need not be sent again.
-
-    >>> HostsUpdatedInterrupt(skip_sync=True).skip_sync
-    True
-    """
+    """The hosts of an elastic job have changed. `skip_sync`: the state need not be sent again."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the hosts of this job have changed")
@@ -60,19 +35,11 @@ class HostsUpdatedInterrupt(SynclineError, RuntimeError):  # noqa: N818 (Horovod
 
 
 class NotInitializedError(SynclineError, ValueError):
-    """A call before `hvd.init()` or after `hvd.shutdown()`.
-
-    >>> issubclass(NotInitializedError, ValueError)
-    True
-    """
+    """A call before `hvd.init()` or after `hvd.shutdown()`."""
 
     def __init__(self) -> None:
         super().__init__("Horovod has not been initialized; use hvd.init().")
 
 
 class UninitializedOperationError(NotInitializedError, HorovodInternalError):
-    """An operation before `hvd.init()` or after `hvd.shutdown()`. Elastic jobs then call init again.
-
-    >>> issubclass(UninitializedOperationError, HorovodInternalError)
-    True
-    """
+    """An operation before `hvd.init()` or after `hvd.shutdown()`. Elastic jobs then call init again."""

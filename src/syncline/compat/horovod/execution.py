@@ -9,6 +9,7 @@ one buffer per group      [ a │ d ]  →  reduced  →  a, d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,10 +25,6 @@ from syncline.transports import Op
 from syncline.world import Group
 from syncline.world.arrays import widen
 
-__all__ = ["FusionGroup", "adasum", "combine", "execute", "fuse_plans", "row_offsets", "scale"]
-
-WIRE_OPS = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
-
 
 @dataclass
 class FusionGroup:
@@ -41,16 +38,16 @@ class FusionGroup:
     """The buffer of all tensors, kept for the next time."""
 
 
-def fuse_plans(plans: Sequence[OperationPlan], most: int) -> list[FusionGroup]:
-    """Group plans of one kind, up to `most` bytes. The result depends only on the plans: it is equal on all ranks."""
+def fuse_plans(plans: Sequence[OperationPlan], max_bytes: int) -> list[FusionGroup]:
+    """Group plans of one kind, up to `max_bytes`. The result depends only on the plans: it is equal on all ranks."""
     groups: list[FusionGroup] = []
     open_groups: dict[tuple[Any, ...], FusionGroup] = {}
     for plan in plans:
         request = plan.request
         key = _group_key(request)
-        nbytes = sum(_numel(part.shape) * part.dtype.itemsize for part in request.parts)
+        nbytes = sum(math.prod(part.shape) * part.dtype.itemsize for part in request.parts)
         found = open_groups.get(key) if key else None
-        if found is None or found.nbytes + nbytes > most:
+        if found is None or found.nbytes + nbytes > max_bytes:
             found = FusionGroup([], key)
             groups.append(found)
             if key:
@@ -120,13 +117,6 @@ def _group_key(request: OperationRequest) -> tuple[Any, ...]:
     return ()
 
 
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel
-
-
 def _contiguous(tensor: Tensor) -> Tensor:
     """A contiguous tensor with plain strides: a single element with other strides has no byte view."""
     found = tensor.contiguous()
@@ -176,7 +166,7 @@ def _allreduce_in_place(
 
 def _reduce_flat(team: Group, request: OperationRequest, flat: Tensor, hierarchical: bool) -> None:
     scale(flat, request.before)
-    sum_in_place(team, flat, cast("Op", WIRE_OPS[request.op]), hierarchical)
+    _sum_in_place(team, flat, cast("Op", "sum" if request.op == "average" else request.op), hierarchical)
     scale(flat, request.after / team.size if request.op == "average" else request.after)
 
 
@@ -194,8 +184,7 @@ def _copy_results(group: FusionGroup, pending: Sequence[PendingOperation | None]
     return results
 
 
-def sum_in_place(team: Group, flat: Tensor, op: Op, hierarchical: bool = False) -> None:
-    """Reduce a contiguous tensor over the team."""
+def _sum_in_place(team: Group, flat: Tensor, op: Op, hierarchical: bool) -> None:
     if team.size == 1 or not flat.numel():
         return
     native = team.transport.native
@@ -250,12 +239,11 @@ def _allgather(team: Group, plan: OperationPlan, requested: PendingOperation) ->
     for index, tensor in enumerate(requested.inputs):
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
         lengths = [row[index] for row in plan.rows]
-        results.append(join_rows(team, _contiguous(rows), lengths))
+        results.append(_join_rows(team, _contiguous(rows), lengths))
     return results
 
 
-def join_rows(team: Group, rows: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Allgather of rows whose numbers are known."""
+def _join_rows(team: Group, rows: Tensor, lengths: Sequence[int]) -> Tensor:
     output = rows.new_empty(sum(lengths), *rows.shape[1:])
     native = team.transport.native
     if native.available and len(set(lengths)) == 1 and team.size > 1:

@@ -21,29 +21,6 @@ from torch import Tensor
 
 from syncline.errors import ProtocolError
 
-__all__ = [
-    "DEVICES",
-    "DTYPES",
-    "KINDS",
-    "OPS",
-    "CoordinatorAnswer",
-    "Departure",
-    "MessageReader",
-    "MessageWriter",
-    "OperationFailure",
-    "OperationPlan",
-    "OperationRequest",
-    "TensorInfo",
-    "as_tensor",
-    "disagreement",
-    "pack_answer",
-    "pack_departure",
-    "pack_requests",
-    "read_answer",
-    "read_departure",
-    "read_requests",
-]
-
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "add", "remove", "team")
 OPS = ("none", "average", "sum", "adasum", "min", "max", "product")
 DEVICES = ("cpu", "cuda")
@@ -109,8 +86,7 @@ class OperationRequest:
         for part in self.parts:
             into.put(_TWO, _NUMBER[part.dtype], len(part.shape))
             into.numbers(part.shape)
-        into.put(_LONG, len(self.splits))
-        into.numbers(self.splits)
+        into.counted(self.splits)
 
     @classmethod
     def read(cls, source: MessageReader) -> OperationRequest:
@@ -122,8 +98,7 @@ class OperationRequest:
             if dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
                 raise source.wrong(f"a tensor of dtype number {dtype} with {dimensions} dimensions")
             parts.append(TensorInfo(DTYPES[dtype], source.numbers(dimensions)))
-        (length,) = source.take(_LONG)
-        splits = source.numbers(length)
+        splits = source.counted()
         if kind >= len(KINDS) or op >= len(OPS) or device >= len(DEVICES):
             raise source.wrong(f"a request of kind {kind}, op {op}, device {device}")
         return cls(KINDS[kind], name, tuple(parts), OPS[op], root, before, after, DEVICES[device], splits, refusal)
@@ -148,14 +123,13 @@ class OperationPlan:
         into.put(_NUMBERED, self.number, len(self.rows))
         self.request.pack(into)
         for row in self.rows:
-            into.put(_LONG, len(row))
-            into.numbers(row)
+            into.counted(row)
 
     @classmethod
     def read(cls, source: MessageReader) -> OperationPlan:
         number, ranks = source.take(_NUMBERED)
         request = OperationRequest.read(source)
-        return cls(request, number, tuple(source.numbers(source.take(_LONG)[0]) for _ in range(ranks)))
+        return cls(request, number, tuple(source.counted() for _ in range(ranks)))
 
 
 @dataclass(frozen=True)
@@ -172,15 +146,12 @@ class OperationFailure:
     def pack(self, into: MessageWriter) -> None:
         into.text(self.name)
         into.text(self.why)
-        for ranks in (self.late, self.only):
-            into.put(_LONG, len(ranks))
-            into.numbers(ranks)
+        into.counted(self.late)
+        into.counted(self.only)
 
     @classmethod
     def read(cls, source: MessageReader) -> OperationFailure:
-        name, why = source.text(), source.text()
-        late, only = (source.numbers(source.take(_LONG)[0]) for _ in range(2))
-        return cls(name, why, late, only)
+        return cls(source.text(), source.text(), source.counted(), source.counted())
 
 
 @dataclass(frozen=True)
@@ -191,23 +162,23 @@ class Departure:
     why: str
     known: bool = False
     """Whether the numbers below are known. They are unknown for a lost rank."""
-    carried: int = -1
+    executed: int = -1
     """Operations that it has executed; -1 for all that it was assigned."""
     rounds: tuple[tuple[int, int], ...] = ()
     """Numbers of optimizer channels, each with the number of gradient reductions completed there."""
 
     def pack(self, into: MessageWriter) -> None:
-        into.put(_GOODBYE, self.rank, self.known, self.carried)
+        into.put(_GOODBYE, self.rank, self.known, self.executed)
         into.text(self.why)
         into.put(_LONG, len(self.rounds))
         into.numbers([number for pair in self.rounds for number in pair])
 
     @classmethod
     def read(cls, source: MessageReader) -> Departure:
-        rank, known, carried = source.take(_GOODBYE)
+        rank, known, executed = source.take(_GOODBYE)
         why = source.text()
         numbers = source.numbers(2 * source.take(_LONG)[0])
-        return cls(rank, why, bool(known), carried, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+        return cls(rank, why, bool(known), executed, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
 
 
 @dataclass
@@ -251,6 +222,11 @@ class MessageWriter:
     def numbers(self, numbers: Sequence[int]) -> None:
         self.data += struct.pack(f"<{len(numbers)}q", *numbers)
 
+    def counted(self, numbers: Sequence[int]) -> None:
+        """Write numbers after their count."""
+        self.put(_LONG, len(numbers))
+        self.numbers(numbers)
+
 
 class MessageReader:
     """Reads a message. Raises a `ProtocolError` with the peer if the bytes are incomplete or invalid."""
@@ -272,6 +248,9 @@ class MessageReader:
 
     def numbers(self, count: int) -> tuple[int, ...]:
         return struct.unpack(f"<{count}q", self._cut(8 * count))
+
+    def counted(self) -> tuple[int, ...]:
+        return self.numbers(self.take(_LONG)[0])
 
     def wrong(self, what: str) -> ProtocolError:
         return ProtocolError(f"rank {self._peer} sent an invalid message: {what}", peer=self._peer)
@@ -298,11 +277,16 @@ def disagreement(requests: dict[int, OperationRequest], ranks: Sequence[int] | N
         for rank, fields in fields_by_rank.items():
             groups.setdefault(fields[what], []).append(rank)
         if len(groups) > 1:
-            values = (
-                f"{text} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for text, ranks in groups.items()
-            )
-            return f"{what}: {', '.join(values)}"
+            return f"{what}: {', '.join(f'{text} on {name_ranks(ranks)}' for text, ranks in groups.items())}"
     return ""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> name_ranks([1, 3])
+    'ranks 1, 3'
+    """
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def _common_fields(request: OperationRequest, ranks: Sequence[int]) -> dict[str, str]:
@@ -334,11 +318,11 @@ def as_tensor(data: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def pack_requests(requests: Sequence[OperationRequest]) -> bytearray:
-    """Encode requests."""
+def pack(messages: Sequence[OperationRequest | Departure]) -> bytearray:
+    """Encode requests, or the goodbye message of a rank."""
     writer = MessageWriter()
-    for request in requests:
-        request.pack(writer)
+    for message in messages:
+        message.pack(writer)
     return writer.data
 
 
@@ -371,15 +355,3 @@ def read_answer(mask: int, body: bytes) -> CoordinatorAnswer:
         answer.plans = [OperationPlan.read(reader) for _ in range(plans)]
         answer.failures = [OperationFailure.read(reader) for _ in range(failures)]
     return answer
-
-
-def pack_departure(departure: Departure) -> bytearray:
-    """Encode a rank's goodbye message."""
-    writer = MessageWriter()
-    departure.pack(writer)
-    return writer.data
-
-
-def read_departure(body: bytes, source: int) -> Departure:
-    """Decode a rank's goodbye message."""
-    return Departure.read(MessageReader(body, source))

@@ -23,9 +23,8 @@ from syncline.compat.horovod.messages import (
     OperationPlan,
     OperationRequest,
     disagreement,
+    name_ranks,
 )
-
-__all__ = ["NegotiationTable", "StalledOperation", "bits"]
 
 UNNAMED = "noname."
 """Prefix of the labels of operations without a name. Each such label is used once."""
@@ -171,10 +170,8 @@ class NegotiationTable:
         self._postponed.pop(stalled.name, None)
         self._forget(stalled.name)
         missing = [self._ranks[rank] for rank in stalled.missing]
-        who = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
-        return OperationFailure(
-            stalled.name, f"stalled for {stalled.seconds:.3g} s: not submitted by {who}", stalled.missing
-        )
+        why = f"stalled for {stalled.seconds:.3g} s: not submitted by {name_ranks(missing)}"
+        return OperationFailure(stalled.name, why, stalled.missing)
 
     def _in_full(self) -> int:
         """The bits of known operations that some rank has requested in full."""

@@ -13,20 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.compat.horovod.context import ProcessSet, context, global_process_set
+from syncline.compat.horovod.messages import as_tensor
 from syncline.compat.horovod.ops import allgather_async, broadcast_async_, synchronize
 from syncline.errors import IncompatibleError, ProtocolError
 from syncline.state_trees import MESSAGE, decode, encode
-
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "loading_in_place",
-    "pack",
-    "unpack",
-]
 
 
 def broadcast_parameters(
@@ -110,7 +100,7 @@ def broadcast_object(
     ({'epoch': 3}, {'epoch': 3})
     """
     mine = context().world.rank == root_rank
-    data = _bytes(pack(obj)) if mine else torch.empty(0, dtype=torch.uint8)
+    data = as_tensor(pack(obj)) if mine else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([data.numel()], dtype=torch.int64)
     synchronize(broadcast_async_(length, root_rank, _named(name, "length"), process_set))
     if not mine:
@@ -142,16 +132,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     >>> sl.simulate(gather, ranks=2).results[0]
     [('rank', 0), ('rank', 1)]
     """
-    data = _bytes(pack(obj))
+    data = as_tensor(pack(obj))
     length = torch.tensor([data.numel()], dtype=torch.int64)
     lengths = synchronize(allgather_async(length, _named(name, "lengths"), process_set)).tolist()
     gathered = synchronize(allgather_async(data, _named(name, "objects"), process_set))
     parts = torch.split(gathered, lengths)
     return [unpack(part.numpy().tobytes(), rank) for rank, part in zip(process_set.ranks, parts, strict=True)]
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _named(name: str | None, what: str) -> str | None:
@@ -197,7 +183,7 @@ def pack(obj: Any) -> bytes:
     except (IncompatibleError, ValueError) as error:
         tensors, text = {}, json.dumps({"refused": str(error)}).encode()
     numbered = {str(number): tensor.cpu() for number, tensor in enumerate(tensors.values())}
-    return save({TREE_NAME: torch.frombuffer(bytearray(text), dtype=torch.uint8), **numbered})
+    return save({TREE_NAME: as_tensor(text), **numbered})
 
 
 def unpack(data: bytes, rank: int) -> Any:

@@ -14,55 +14,20 @@ from torch import Tensor
 
 from syncline.compat.horovod.compression import Compression
 from syncline.compat.horovod.context import Average, ProcessSet, ReduceOp, context, global_process_set
-from syncline.compat.horovod.engine import ProcessSetEngine
 from syncline.compat.horovod.errors import UnsupportedAdasumError, UnsupportedReductionError
 from syncline.compat.horovod.messages import DEVICES, DTYPES, OperationRequest, TensorInfo
 from syncline.compat.horovod.pending import PendingOperation
 from syncline.errors import IncompatibleError
 
-__all__ = [
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "check_adasum",
-    "chosen_op",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "several",
-    "sparse_allreduce_async",
-    "synchronize",
-]
-
 POLL_SLEEP_S = 1e-4
 """Seconds that `poll` sleeps if the operation is not done, so that other threads can work."""
 _OP_NAMES = {op: op.name.lower() for op in ReduceOp}
 AVERAGE = "average"
-GROUPED = "grouped_"
 AVERAGE_IS_OLD = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
 """Horovod's text, by which scripts filter the warning."""
 
 
-def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
+def resolve_op(op: int | None, average: bool | None) -> ReduceOp:
     """The reduction that the arguments name: `op`, or Horovod's old `average`; the average without either."""
     if average is not None:
         if op is not None:
@@ -77,6 +42,18 @@ def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
         raise IncompatibleError(f"op={op!r} is none of hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
 
 
+class _Call(NamedTuple):
+    """The arguments of a call, without its tensors."""
+
+    kind: str
+    name: str | None
+    process_set: ProcessSet
+    op: ReduceOp | None = None
+    before: float = 1.0
+    after: float = 1.0
+    grouped: bool = False
+
+
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -87,8 +64,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an allreduce of a tensor. The tensor itself does not change."""
-    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    return call.reduce([tensor], None, single=True)
+    call = _Call("allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor)
+    return _start_allreduce(call, [tensor])
 
 
 def allreduce_async_(
@@ -101,20 +78,23 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce_async`, in place."""
-    again = _again(tensor, name, op, prescale_factor, postscale_factor, process_set) if average is None else None
-    if again is not None:
-        return again
-    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    return call.reduce([tensor], [tensor], single=True)
+    if average is None:
+        handle = _repeat_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
+        if handle is not None:
+            return handle
+    call = _Call("allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor)
+    return _start_allreduce(call, [tensor], in_place=True)
 
 
-def _again(
+def _repeat_allreduce(
     tensor: Tensor, name: str | None, op: int | None, before: float, after: float, process_set: ProcessSet
 ) -> int | None:
     """Fast path for an allreduce in place that repeats the last request of this rank; None if it does not."""
     here = context(operation=True)
     engine = here.engine_of(process_set)
-    known = None if engine is None or name is None else engine.known(f"allreduce.{name}")
+    if engine is None or name is None:
+        return None
+    known = engine.known(f"allreduce.{name}")
     if known is None or len(known.parts) != 1 or not isinstance(tensor, Tensor):
         return None
     (part,) = known.parts
@@ -132,8 +112,8 @@ def _again(
     tensors = [tensor]
     pending = PendingOperation(here.world.runtime, known, tensors, tensors)
     pending.finish = _first
-    engine.submit(pending)  # type: ignore[union-attr]
-    return here.handles.add((engine, pending))
+    engine.submit(pending)
+    return here.add_handle(engine, pending)
 
 
 def grouped_allreduce_async(
@@ -146,8 +126,10 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an allreduce of several tensors, all or none of them. The result is a tuple."""
-    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
-    return call.reduce(tensors, None)
+    call = _Call(
+        "allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor, grouped=True
+    )
+    return _start_allreduce(call, tensors)
 
 
 def grouped_allreduce_async_(
@@ -160,15 +142,17 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_async`, in place."""
-    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
-    return call.reduce(tensors, tensors)
+    call = _Call(
+        "allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor, grouped=True
+    )
+    return _start_allreduce(call, tensors, in_place=True)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Start an allreduce of a sparse tensor, by an allgather. Call the returned function for the result."""
-    chosen = chosen_op(op, None)
+    chosen = resolve_op(op, None)
     if chosen not in (ReduceOp.Average, ReduceOp.Sum):
         raise IncompatibleError(f"sparse tensors are averaged or summed, not combined by {chosen.name}")
     if not isinstance(tensor, Tensor) or not tensor.is_sparse:
@@ -191,28 +175,28 @@ def sparse_allreduce_async(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an allgather along the first dimension, which may differ between ranks."""
-    return _Call("allgather", name, process_set=process_set).gather([tensor], single=True)
+    return _start_allgather(_Call("allgather", name, process_set), [tensor])
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `allgather_async` for several tensors, all or none of them."""
-    return _Call("allgather", name, process_set=process_set, prefix=GROUPED).gather(tensors)
+    return _start_allgather(_Call("allgather", name, process_set, grouped=True), tensors)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a broadcast of the root's tensor. The tensor itself does not change."""
-    return _Call("broadcast", name, process_set=process_set).spread(tensor, None, root_rank)
+    return _start_broadcast(_Call("broadcast", name, process_set), tensor, root_rank, in_place=False)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `broadcast_async`, in place."""
-    return _Call("broadcast", name, process_set=process_set).spread(tensor, tensor, root_rank)
+    return _start_broadcast(_Call("broadcast", name, process_set), tensor, root_rank, in_place=True)
 
 
 def alltoall_async(
@@ -225,7 +209,13 @@ def alltoall_async(
 
     The result is a pair: the rows received from all ranks, and the number received from each.
     """
-    return _Call("alltoall", name, process_set=process_set).trade(tensor, splits)
+
+    def check() -> _Operands:
+        counts = _checked_splits(_dense(tensor), splits, process_set.size())
+        dtype, device = (splits.dtype, splits.device) if isinstance(splits, Tensor) else (torch.int32, "cpu")
+        return _Operands([tensor], splits=counts, finish=lambda found: (found[0], found[1].to(device, dtype)))
+
+    return _submit(_Call("alltoall", name, process_set), check)
 
 
 def reducescatter_async(
@@ -237,8 +227,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a reduce-scatter. The first ranks have one row more if the rows do not divide evenly."""
-    call = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
-    return call.scatter([tensor], single=True)
+    call = _Call("reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor)
+    return _start_reducescatter(call, [tensor])
 
 
 def grouped_reducescatter_async(
@@ -250,13 +240,15 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter_async` for several tensors, all or none of them."""
-    call = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set, GROUPED)
-    return call.scatter(tensors)
+    call = _Call(
+        "reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor, grouped=True
+    )
+    return _start_reducescatter(call, tensors)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it."""
-    synchronize(_Call("barrier", None, process_set=process_set).submit(_Operands))
+    synchronize(_submit(_Call("barrier", None, process_set), _Operands))
 
 
 def join(device: int = -1) -> int:
@@ -264,9 +256,9 @@ def join(device: int = -1) -> int:
 
     Returns the rank that joined last. Averages still divide by the number of all ranks. `device` has no effect.
     """
-    handle = _Call("join", None).submit(_Operands)
+    handle = _submit(_Call("join", None, global_process_set), _Operands)
     here = context()
-    here.handles.peek(handle)[0].flush()
+    here.handles[handle][0].flush()
     if len(here.optimizers) == 1:
         here.optimizers[0].join_rounds()
     else:
@@ -280,17 +272,20 @@ def join(device: int = -1) -> int:
 def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once."""
     here = context()
-    engine, pending = here.handles.peek(handle)
+    found = here.handles.get(handle)
+    if found is None:
+        raise IncompatibleError(f"Handle {handle} was not created or has been cleared. Each is waited for once.")
+    engine, pending = found
     if pending.done():
         return True
     engine.flush()
     here.world.runtime.sleep(POLL_SLEEP_S)
-    return bool(pending.done())
+    return pending.done()
 
 
 def synchronize(handle: int) -> Any:
     """Wait for an operation and return its result; None for a handle that was waited for before, as in Horovod."""
-    found = context().handles.take(handle)
+    found = context().handles.pop(handle, None)
     if found is None:
         return None
     engine, pending = found
@@ -302,10 +297,10 @@ def _first(found: Any) -> Any:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(_dense(tensor), memory_format=torch.contiguous_format, requires_grad=False)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def several(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _group_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Check that a group is a list of at least one tensor."""
     found = list(tensors) if isinstance(tensors, (list, tuple)) else None
     if not found:
@@ -313,13 +308,16 @@ def several(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Check that a group is a list of tensors on one device."""
-    found = several(tensors)
-    devices = {str(_dense(tensor).device) for tensor in found}
+def _checked_inputs(call: _Call, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Check the tensors of a call: dense, no bools in a reduction, and those of a group on one device."""
+    inputs = _group_of(tensors) if call.grouped else tensors
+    for tensor in inputs:
+        if _dense(tensor).dtype == torch.bool and call.op is not None:
+            raise IncompatibleError(f"Tensor type torch.bool is not supported by {call.kind}; cast it to uint8")
+    devices = {str(tensor.device) for tensor in inputs} if call.grouped else ()
     if len(devices) > 1:
         raise IncompatibleError(f"Tensors in list must be on same device, not on {', '.join(sorted(devices))}")
-    return found
+    return inputs
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -346,119 +344,83 @@ class _Operands(NamedTuple):
     finish: Callable[[Any], Any] | None = None
 
 
-class _Call:
-    """The arguments of a call, without its tensors."""
+def _start_allreduce(call: _Call, tensors: Sequence[Tensor], in_place: bool = False) -> int:
+    def check() -> _Operands:
+        inputs = _checked_inputs(call, tensors)
+        if call.op == ReduceOp.Adasum:
+            check_adasum(call.process_set)
+            if not all(tensor.dtype.is_floating_point for tensor in inputs):
+                raise IncompatibleError("Adasum combines floating-point tensors")
+        outputs = [_check_no_overlap(tensor) if in_place else _like(tensor) for tensor in inputs]
+        return _Operands(inputs, outputs, finish=tuple if call.grouped else _first)
 
-    __slots__ = ("_after", "_before", "_family", "_kind", "_name", "_op", "_set")
+    return _submit(call, check)
 
-    def __init__(
-        self,
-        kind: str,
-        name: str | None,
-        op: ReduceOp | None = None,
-        before: float = 1.0,
-        after: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        prefix: str = "",
-    ) -> None:
-        self._kind = kind
-        self._family = prefix + kind  # operations of different families can have equal names
-        self._name = name
-        self._op = op
-        self._before = before
-        self._after = after
-        self._set = process_set
 
-    def reduce(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor] | None, single: bool = False) -> int:
-        def check() -> _Operands:
-            inputs = tensors if single else _together(tensors)
-            for tensor in inputs:
-                if _dense(tensor).dtype == torch.bool:
-                    raise IncompatibleError("Tensor type torch.bool is not supported by allreduce; cast it to uint8")
-            if self._op == ReduceOp.Adasum:
-                check_adasum(self._set)
-                if not all(tensor.dtype.is_floating_point for tensor in inputs):
-                    raise IncompatibleError("Adasum combines floating-point tensors")
-            made = [_like(tensor) for tensor in inputs] if outputs is None else [_own_memory(each) for each in inputs]
-            return _Operands(inputs, made, finish=_first if single else tuple)
+def _start_allgather(call: _Call, tensors: Sequence[Tensor]) -> int:
+    def check() -> _Operands:
+        return _Operands(_checked_inputs(call, tensors), finish=tuple if call.grouped else _first)
 
-        return self.submit(check)
+    return _submit(call, check)
 
-    def gather(self, tensors: Sequence[Tensor], single: bool = False) -> int:
-        def check() -> _Operands:
-            inputs = [_dense(tensor) for tensor in (tensors if single else _together(tensors))]
-            return _Operands(inputs, finish=_first if single else tuple)
 
-        return self.submit(check)
+def _start_broadcast(call: _Call, tensor: Tensor, root: int, in_place: bool) -> int:
+    def check() -> _Operands:
+        ranks = call.process_set.ranks
+        if root not in ranks:
+            raise IncompatibleError(f"root_rank={root} is not among the ranks {ranks} of this process set")
+        output = _check_no_overlap(_dense(tensor)) if in_place else _like(_dense(tensor))
+        return _Operands([tensor], [output], root=ranks.index(root), finish=_first)
 
-    def spread(self, tensor: Tensor, output: Tensor | None, root: int) -> int:
-        def check() -> _Operands:
-            ranks = self._set.ranks
-            if root not in ranks:
-                raise IncompatibleError(f"root_rank={root} is not among the ranks {ranks} of this process set")
-            made = _like(tensor) if output is None else _own_memory(_dense(output))
-            return _Operands([_dense(tensor)], [made], root=ranks.index(root), finish=_first)
+    return _submit(call, check)
 
-        return self.submit(check)
 
-    def trade(self, tensor: Tensor, splits: Tensor | Sequence[int] | None) -> int:
-        def check() -> _Operands:
-            counts = _checked_splits(_dense(tensor), splits, self._set.size())
-            dtype, device = (splits.dtype, splits.device) if isinstance(splits, Tensor) else (torch.int32, "cpu")
-            return _Operands([tensor], splits=counts, finish=lambda found: (found[0], found[1].to(device, dtype)))
+def _start_reducescatter(call: _Call, tensors: Sequence[Tensor]) -> int:
+    def check() -> _Operands:
+        if call.op not in (ReduceOp.Average, ReduceOp.Sum):
+            raise UnsupportedReductionError(
+                f"Reducescatter currently only supports AVERAGE and SUM: it averages or sums, and does not take "
+                f"op={'None' if call.op is None else call.op.name}"
+            )
+        inputs = _checked_inputs(call, tensors)
+        if any(tensor.dim() == 0 for tensor in inputs):
+            raise IncompatibleError("reducescatter needs a first dimension to share out; this tensor has none")
+        return _Operands(inputs, finish=tuple if call.grouped else _first)
 
-        return self.submit(check)
+    return _submit(call, check)
 
-    def scatter(self, tensors: Sequence[Tensor], single: bool = False) -> int:
-        def check() -> _Operands:
-            if self._op not in (ReduceOp.Average, ReduceOp.Sum):
-                raise UnsupportedReductionError(
-                    f"Reducescatter currently only supports AVERAGE and SUM: it averages or sums, and does not take "
-                    f"op={'None' if self._op is None else self._op.name}"
-                )
-            inputs = tensors if single else _together(tensors)
-            for tensor in inputs:
-                if _dense(tensor).dtype == torch.bool:
-                    raise IncompatibleError(
-                        "Tensor type torch.bool is not supported by reducescatter; cast it to uint8"
-                    )
-                if tensor.dim() == 0:
-                    raise IncompatibleError("reducescatter needs a first dimension to share out; this tensor has none")
-            return _Operands(inputs, finish=_first if single else tuple)
 
-        return self.submit(check)
-
-    def submit(self, check: Callable[[], _Operands]) -> int:
-        """Request the operation with the operands that `check` returns. If `check` raises, other ranks are informed."""
-        here = context(operation=True)
-        engine: ProcessSetEngine = here.engine(self._set)
-        kind = self._kind
-        name = engine.unnamed(self._family) if self._name is None else f"{self._family}.{self._name}"
-        try:
-            tensors, outputs, root, splits, finish = check()
-        except Exception as refusal:
-            engine.refuse(OperationRequest(kind, name, refusal=str(refusal)))
-            raise
-        op = "none" if self._op is None else _OP_NAMES[self._op]
-        device = tensors[0].device.type if tensors else "cpu"
-        known = engine.known(name)
-        if (
-            known is not None
-            and (known.op, known.root, known.splits) == (op, root, splits)
-            and (known.before, known.after, known.device) == (self._before, self._after, device)
-            and len(known.parts) == len(tensors)
-            and all(p.dtype is t.dtype and p.shape == t.shape for p, t in zip(known.parts, tensors, strict=True))
-        ):
-            request = known
-        else:
-            parts = tuple([TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
-            request = OperationRequest(kind, name, parts, op, root, self._before, self._after, device, splits)
-        pending = PendingOperation(here.world.runtime, request, list(tensors), list(outputs))
-        if kind == "join":
-            pending.action = lambda plan: plan.rows[0][0]
-        pending.finish = finish
-        engine.submit(pending)
-        return here.handles.add((engine, pending))
+def _submit(call: _Call, check: Callable[[], _Operands]) -> int:
+    """Request the operation with the operands that `check` returns. If `check` raises, other ranks are informed."""
+    here = context(operation=True)
+    engine = here.engine(call.process_set)
+    family = f"grouped_{call.kind}" if call.grouped else call.kind  # those of different families can have equal names
+    name = engine.unnamed(family) if call.name is None else f"{family}.{call.name}"
+    try:
+        tensors, outputs, root, splits, finish = check()
+    except Exception as refusal:
+        engine.refuse(OperationRequest(call.kind, name, refusal=str(refusal)))
+        raise
+    op = "none" if call.op is None else _OP_NAMES[call.op]
+    device = tensors[0].device.type if tensors else "cpu"
+    known = engine.known(name)
+    if (
+        known is not None
+        and (known.op, known.root, known.splits) == (op, root, splits)
+        and (known.before, known.after, known.device) == (call.before, call.after, device)
+        and len(known.parts) == len(tensors)
+        and all(p.dtype is t.dtype and p.shape == t.shape for p, t in zip(known.parts, tensors, strict=True))
+    ):
+        request = known
+    else:
+        parts = tuple([TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+        request = OperationRequest(call.kind, name, parts, op, root, call.before, call.after, device, splits)
+    pending = PendingOperation(here.world.runtime, request, list(tensors), list(outputs))
+    if call.kind == "join":
+        pending.action = lambda plan: plan.rows[0][0]
+    pending.finish = finish
+    engine.submit(pending)
+    return here.add_handle(engine, pending)
 
 
 def check_adasum(process_set: ProcessSet) -> None:
@@ -468,7 +430,7 @@ def check_adasum(process_set: ProcessSet) -> None:
         raise UnsupportedAdasumError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
+def _check_no_overlap(tensor: Tensor) -> Tensor:
     """Check that a tensor can be written in place: its elements must not overlap in memory."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise IncompatibleError(
@@ -517,12 +479,8 @@ def allreduce(
     >>> sl.simulate(mean, ranks=3).results
     (1.0, 1.0, 1.0)
     """
-    chosen = chosen_op(op, average)
-    packed, meta = compression.compress(tensor)
-    call = (name, chosen, prescale_factor, postscale_factor, process_set)
-    (combined,) = _Allreduce.apply(call, False, packed)  # type: ignore[no-untyped-call]
-    result: Tensor = compression.decompress(combined, meta)
-    return result
+    call = _Call("allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor)
+    return _apply_compressed(_Allreduce, call, [tensor], compression)[0]
 
 
 def allreduce_(
@@ -551,11 +509,10 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Allreduce of several tensors, all or none of them. Differentiable."""
-    chosen = chosen_op(op, average)
-    packed = [compression.compress(tensor) for tensor in several(tensors)]
-    call = (name, chosen, prescale_factor, postscale_factor, process_set)
-    combined = _Allreduce.apply(call, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(tensor, meta) for tensor, (_, meta) in zip(combined, packed, strict=True)]
+    call = _Call(
+        "allreduce", name, process_set, resolve_op(op, average), prescale_factor, postscale_factor, grouped=True
+    )
+    return _apply_compressed(_Allreduce, call, tensors, compression)
 
 
 def grouped_allreduce_(
@@ -575,7 +532,7 @@ def grouped_allreduce_(
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Allgather along the first dimension, which may differ between ranks. Differentiable."""
-    (result,) = _Allgather.apply(name, process_set, False, tensor)  # type: ignore[no-untyped-call]
+    (result,) = _Allgather.apply(_Call("allgather", name, process_set), tensor)  # type: ignore[no-untyped-call]
     return result  # type: ignore[no-any-return]
 
 
@@ -583,8 +540,8 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """As `allgather` for several tensors, all or none of them. Differentiable."""
-    found = _Allgather.apply(name, process_set, True, *several(tensors))  # type: ignore[no-untyped-call]
-    return tuple(found)
+    call = _Call("allgather", name, process_set, grouped=True)
+    return tuple(_Allgather.apply(call, *_group_of(tensors)))  # type: ignore[no-untyped-call]
 
 
 def broadcast(
@@ -627,11 +584,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce-scatter. The first ranks have one row more if the rows do not divide evenly. Differentiable."""
-    packed, meta = compression.compress(tensor)
-    call = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
-    (part,) = _Reducescatter.apply(call, False, packed)  # type: ignore[no-untyped-call]
-    result: Tensor = compression.decompress(part, meta)
-    return result
+    call = _Call("reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor)
+    return _apply_compressed(_Reducescatter, call, [tensor], compression)[0]
 
 
 def grouped_reducescatter(
@@ -644,10 +598,21 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """As `reducescatter` for several tensors, all or none of them. Differentiable."""
-    packed = [compression.compress(tensor) for tensor in several(tensors)]
-    call = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
-    parts = _Reducescatter.apply(call, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(part, meta) for part, (_, meta) in zip(parts, packed, strict=True)]
+    call = _Call(
+        "reducescatter", name, process_set, resolve_op(op, None), prescale_factor, postscale_factor, grouped=True
+    )
+    return _apply_compressed(_Reducescatter, call, tensors, compression)
+
+
+def _apply_compressed(function: Any, call: _Call, tensors: Sequence[Tensor], compression: Any) -> list[Tensor]:
+    packed = [compression.compress(tensor) for tensor in (_group_of(tensors) if call.grouped else tensors)]
+    results = function.apply(call, *(tensor for tensor, _ in packed))
+    return [compression.decompress(result, meta) for result, (_, meta) in zip(results, packed, strict=True)]
+
+
+def _results(call: _Call, handle: int) -> tuple[Tensor, ...]:
+    found = synchronize(handle)
+    return tuple(found) if call.grouped else (found,)
 
 
 # The gradients are those of Horovod. Each backward uses the functions above, so that it can be differentiated too.
@@ -657,33 +622,24 @@ class _Allreduce(torch.autograd.Function):
     """The gradient is reduced as the tensors were."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.grouped = call, grouped
-        name, op, before, after, members = call
-        if grouped:
-            handle = grouped_allreduce_async(tensors, None, name, op, before, after, members)
-            return tuple(synchronize(handle))
-        return (synchronize(allreduce_async(tensors[0], None, name, op, before, after, members)),)
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return _results(call, _start_allreduce(call, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        call = (None, *ctx.call[1:])
-        return None, None, *_Allreduce.apply(call, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
+        return None, *_Allreduce.apply(ctx.call._replace(name=None), *gradients)  # type: ignore[no-untyped-call]
 
 
 class _Allgather(torch.autograd.Function):
     """The gradient of a rank's rows is the average over the ranks of the gradients of these rows."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, members: ProcessSet, grouped: bool, *tensors: Tensor) -> Any:
-        if grouped:
-            handle = grouped_allgather_async(tensors, name, members)
-        else:
-            handle = allgather_async(tensors[0], name, members)
-        ctx.members = members
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+        results = _results(call, _start_allgather(call, tensors))
+        ctx.members = call.process_set
         ctx.shapes = [tensor.shape for tensor in tensors]
-        found = synchronize(handle)
-        return tuple(found) if grouped else (found,)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -695,7 +651,7 @@ class _Allgather(torch.autograd.Function):
         for index, (gradient, shape) in enumerate(zip(averaged, ctx.shapes, strict=True)):
             start = int(lengths[:rank, index].sum())
             parts.append(gradient.narrow(0, start, int(lengths[rank, index])).reshape(shape))
-        return None, None, None, *parts
+        return None, *parts
 
 
 class _Broadcast(torch.autograd.Function):
@@ -737,16 +693,13 @@ class _Reducescatter(torch.autograd.Function):
     """Every rank gathers all parts of the gradient; after a sum they are multiplied by the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        name, op, members, before, after = call
-        if grouped:
-            return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, members, before, after)))
-        return (synchronize(reducescatter_async(tensors[0], name, op, members, before, after)),)
+        return _results(call, _start_reducescatter(call, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        _, op, members, before, after = ctx.call
-        factor = before * after * (1 if op == Average else members.size())
+        call = ctx.call
+        factor = call.before * call.after * (1 if call.op == Average else call.process_set.size())
         scaled = [gradient * factor for gradient in gradients]
-        return None, None, *grouped_allgather(scaled, process_set=members)
+        return None, *grouped_allgather(scaled, process_set=call.process_set)

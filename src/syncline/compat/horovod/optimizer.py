@@ -1,16 +1,11 @@
-"""`DistributedOptimizer`: the optimizer of the script, which steps with the gradients of all ranks.
-
-With op=Adasum, every rank takes its own step Δ_i, and the steps are combined: w ← w + adasum(Δ_0, …, Δ_{p−1}). The
-gradients stay local, so the learning rate need not be scaled by the number of ranks. Maleki et al., MLSys 2021.
-"""
+"""`DistributedOptimizer`: the optimizer of the script, which steps with the gradients of all ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -34,163 +29,19 @@ from syncline.compat.horovod.context import (
     context,
     global_process_set,
 )
-from syncline.compat.horovod.errors import UnsupportedAdasumError
 from syncline.compat.horovod.objects import loading_in_place
-from syncline.compat.horovod.ops import allreduce_async_, check_adasum, synchronize
 from syncline.compat.horovod.optimizer_sync import (
-    NO_NEW_GROUPS,
-    TOO_MANY_PASSES,
-    ZEROED_TOO_SOON,
+    AdasumSync,
     GradientSync,
+    OptimizerSync,
     PassesError,
     StrategySync,
-    after_gradient,
-    below,
     check_groups,
-    named_of,
+    name_parameters,
 )
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy
 from syncline.training.distribute import momentum_of
-
-__all__ = ["AdasumOptimizerMixin", "DistributedOptimizer", "DistributedOptimizerMixin", "adasum_optimizer"]
-
-
-class AdasumOptimizerMixin(Optimizer):
-    """The methods that `DistributedOptimizer(op=Adasum)` adds to the class of the script's optimizer."""
-
-    _deltas: _StepDeltas | None = None
-    """None in a copy, which is a plain optimizer."""
-    _origin: Optimizer
-    _parameter_names: dict[Parameter, str]
-    op = Adasum
-    process_set: ProcessSet
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """Number of backward passes whose gradients are added before a step."""
-        return 1 if self._deltas is None else self._deltas.passes
-
-    @backward_passes_per_step.setter
-    def backward_passes_per_step(self, passes: int) -> None:
-        self.set_backward_passes_per_step(passes)
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes of a step, from the next step on."""
-        if self._deltas is not None:
-            self._deltas.passes = passes
-
-    def synchronize(self) -> None:
-        """Does nothing: the steps are exchanged, not the gradients."""
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Refused: without the exchange, the parameters of the ranks would differ."""
-        raise PassesError(
-            "Skipping synchronization is not supported when using Adasum optimizer: the steps are exchanged, and none "
-            "can skip it; call optimizer.step() alone"
-        )
-        yield
-
-    def step(self, closure: Any = None) -> Any:
-        """Take a step on this rank, and combine it with the steps of the other ranks."""
-        deltas = self._deltas
-        if deltas is None:
-            return super().step(closure)
-        self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may belong to it
-        starts = deltas.starts()
-        deltas.stepping = True
-        try:
-            loss = super().step() if closure is None else super().step(closure)
-        finally:
-            deltas.stepping = False
-        deltas.combine(starts)
-        return loss
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch then runs its step hooks in the base class
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. Raises between a backward pass and its step."""
-        if self._deltas is not None:
-            self._deltas.zero()
-        super().zero_grad(set_to_none)
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """As in the optimizer itself."""
-        with loading_in_place(self):
-            super().load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in the optimizer itself. Raises after the ranks have agreed on the parameters."""
-        if self._deltas is not None:
-            raise IncompatibleError(NO_NEW_GROUPS)
-        super().add_param_group(param_group)
-
-
-class _StepDeltas:
-    """The changes that a step of this rank makes to its parameters, and their combination over ranks."""
-
-    def __init__(
-        self, named: Mapping[str, Parameter], compressor: type[Compressor], passes: int, process_set: ProcessSet
-    ) -> None:
-        self.passes = passes
-        self.stepping = False
-        self._named = {name: named[name] for name in sorted(named)}
-        self._names = {id(parameter): name for name, parameter in self._named.items()}
-        self._compressor = compressor
-        self._set = process_set
-        self._counts: dict[int, int] = {}
-        self._hooks = [
-            after_gradient(parameter, self._arrived) for parameter in self._named.values() if parameter.requires_grad
-        ]
-
-    def starts(self) -> dict[str, Tensor]:
-        """Copies of the parameters before a step, without frozen ones."""
-        return {name: parameter.detach().clone() for name, parameter in self._named.items() if parameter.requires_grad}
-
-    def combine(self, starts: Mapping[str, Tensor]) -> None:
-        """Set the parameters to their old values plus the combined steps. A rank without a gradient adds zeros."""
-        self._counts.clear()
-        pending = []
-        for name, start in starts.items():
-            parameter = self._named[name]
-            delta = parameter.detach() - start
-            sent, kept = self._compressor.compress(delta)
-            handle = allreduce_async_(sent, name=f"adasum.{name}", op=Adasum, process_set=self._set)
-            pending.append((name, parameter, handle, kept))
-        for name, parameter, handle, kept in pending:
-            delta = self._compressor.decompress(synchronize(handle), kept)
-            parameter.detach().copy_(starts[name] + delta)
-
-    def zero(self) -> None:
-        """Called before the gradients are cleared."""
-        if self._counts and not self.stepping:
-            raise PassesError(f"{ZEROED_TOO_SOON}: it would drop gradients that no step has used")
-        self._counts.clear()
-
-    def _arrived(self, parameter: Tensor) -> None:
-        count = self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
-        if count > self.passes and not self.stepping:
-            raise PassesError(
-                f"{TOO_MANY_PASSES} ({self._names[id(parameter)]}, backward_passes_per_step={self.passes}), or call "
-                "optimizer.step() after each pass"
-            )
-
-
-def adasum_optimizer(
-    optimizer: Optimizer, named: Mapping[str, Parameter], compression: Any, passes: int, process_set: ProcessSet
-) -> AdasumOptimizerMixin:
-    """Make an optimizer whose steps are combined by Adasum."""
-    if process_set.process_set_id != 0:
-        raise UnsupportedAdasumError(f"op=Adasum on {process_set!r}: it works on the global process set")
-    compressor = _compressor(compression)
-    check_adasum(process_set)
-    made = below(AdasumOptimizerMixin, optimizer)
-    made._origin = optimizer
-    made._parameter_names = {parameter: name for name, parameter in named.items()}
-    made.process_set = process_set
-    made._deltas = _StepDeltas(named, compressor, passes, process_set)
-    return made
 
 
 def _compressor(compression: Any) -> type[Compressor]:
@@ -208,21 +59,10 @@ SYNCHRONIZED_BEFORE = (
     "optimizer.synchronize() in your code."
 )
 """Horovod's text, by which scripts filter the warning. Gradients are not reduced a second time."""
-
-
-class OptimizerSync(Protocol):
-    """Synchronises the ranks of an optimizer: a `GradientSync`, or a `StrategySync` with a strategy."""
-
-    context: HorovodContext
-    passes: int
-    run: Run | None
-
-    def synchronize(self) -> None: ...
-    def zero(self) -> None: ...
-    def stepping(self, now: bool) -> None: ...
-    def stepped(self) -> None: ...
-    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]: ...
-    def close(self) -> None: ...
+NO_NEW_GROUPS = (
+    "add_param_group on a DistributedOptimizer: its ranks have agreed on the parameters; add the group to the plain "
+    "optimizer, and create a new DistributedOptimizer from it"
+)
 
 
 class DistributedOptimizerMixin(Optimizer):
@@ -265,11 +105,16 @@ class DistributedOptimizerMixin(Optimizer):
         sync = self._current()
         if sync is not None:
             sync.synchronize()
-        self._synchronized = True
+        self._synchronized = not isinstance(sync, AdasumSync)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, `step()` does not synchronise: after `synchronize()` the gradients are those of all ranks."""
+        if isinstance(self._sync, AdasumSync):
+            raise PassesError(
+                "Skipping synchronization is not supported when using Adasum optimizer: the steps are exchanged, and "
+                "none can skip it; call optimizer.step() alone"
+            )
         self._skipping = True
         try:
             yield
@@ -287,12 +132,8 @@ class DistributedOptimizerMixin(Optimizer):
             sync.synchronize()
         self._synchronized = False
         self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may belong to it
-        sync.stepping(True)
-        try:
+        with sync.stepping():
             return super().step() if closure is None else super().step(sync.closure(closure))
-        finally:
-            sync.stepping(False)
-            sync.stepped()
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its step hooks in the base class
 
@@ -329,6 +170,15 @@ class DistributedOptimizerMixin(Optimizer):
             sync.close()
             sync = self._sync = self._make(now)
         return sync
+
+
+def _derive(optimizer: Optimizer) -> DistributedOptimizerMixin:
+    """An object of a new class, derived from the mixin and the optimizer's class, with its groups and state."""
+    made_of: Any = type(type(optimizer).__name__, (DistributedOptimizerMixin, type(optimizer)), {})
+    made: DistributedOptimizerMixin = made_of.__new__(made_of)
+    # A scheduler replaces the `step` of its optimizer; that one would bypass the mixin's `step`.
+    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    return made
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -375,32 +225,33 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     _check(op, gradient_predivide_factor, process_set, strategy)
     check_groups(num_groups, groups)
     passes = _checked_passes(backward_passes_per_step)
-    named = named_of(optimizer, named_parameters)
-    if op == Adasum and here.world.size > 1:
-        return adasum_optimizer(optimizer, named, compression, passes, process_set)
-    codec = codec_of(compression)
+    named = name_parameters(optimizer, named_parameters)
+    combines_steps = op == Adasum and here.world.size > 1
+    codec = None if combines_steps else codec_of(compression)
     if codec is not None:
         check_optimizer_momentum(codec, momentum_of(optimizer))
-    made = below(DistributedOptimizerMixin, optimizer)
+    made = _derive(optimizer)
     made._origin = optimizer
     made._parameter_names = {parameter: name for name, parameter in named.items()}
     made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
     made.sparse_as_dense, made.process_set = sparse_as_dense, process_set
-    options: dict[str, Any] = {"codec": codec, "passes": passes}
-    if strategy is None:
-        options |= {"named": named, "mean": op == Average, "predivide": gradient_predivide_factor}
+    kind: Callable[..., OptimizerSync]
+    options: dict[str, Any] = {"named": named, "passes": passes}
+    if combines_steps:
+        kind = AdasumSync
+        options |= {"compressor": _compressor(compression), "process_set": process_set}
+    elif strategy is None:
+        kind = GradientSync
+        options |= {"codec": codec, "mean": op == Average, "predivide": gradient_predivide_factor}
         options |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}
         options |= {"sparse_only": isinstance(optimizer, SparseAdam)}
-        options |= {"codes_alone": isinstance(compression, (str, Codec, CodecCompression))}
-        made._make = cast(Callable[[HorovodContext], OptimizerSync], partial(GradientSync, **options))
+        options |= {"encodes_alone": isinstance(compression, (str, Codec, CodecCompression))}
     else:
-        # Without names in the script, numbers are the keys of checkpoints.
-        numbered = {f"parameter.{number}": parameter for number, parameter in enumerate(named.values())}
-        options["named"] = numbered if named_parameters is None else named
-        made._make = cast(
-            Callable[[HorovodContext], OptimizerSync],
-            partial(StrategySync, optimizer=made, strategy=strategy, **options),
-        )
+        kind = StrategySync
+        options |= {"optimizer": made, "strategy": strategy, "codec": codec}
+        if named_parameters is None:  # numbers are the keys of checkpoints
+            options["named"] = {f"parameter.{number}": each for number, each in enumerate(named.values())}
+    made._make = lambda held: kind(held, **options)
     made._sync = made._make(here)
     return made
 

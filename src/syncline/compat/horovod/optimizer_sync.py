@@ -1,4 +1,4 @@
-"""Synchronises the gradients of one `DistributedOptimizer`, with the reducer of `sl.distribute` or with a strategy.
+"""Synchronises the ranks of a `DistributedOptimizer`: with the reducer of `sl.distribute`, a strategy or Adasum.
 
 ```text
 backward 1 … n−1      gradients are added on this rank         n = backward_passes_per_step
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from syncline.codecs import Codec
-from syncline.compat.horovod.context import HorovodContext, ProcessSet, Sum
-from syncline.compat.horovod.errors import HorovodInternalError
+from syncline.compat.horovod.compression import Compressor
+from syncline.compat.horovod.context import Adasum, HorovodContext, ProcessSet, Sum
+from syncline.compat.horovod.errors import HorovodInternalError, UnsupportedAdasumError
+from syncline.compat.horovod.messages import TensorInfo
 from syncline.compat.horovod.objects import broadcast_object
-from syncline.compat.horovod.ops import allreduce_async_, synchronize
+from syncline.compat.horovod.ops import allreduce_async_, check_adasum, synchronize
 from syncline.compat.horovod.pending import CollectiveCounter
 from syncline.errors import IncompatibleError, PeerLostError, SynclineError
 from syncline.reduction import (
@@ -44,63 +46,38 @@ from syncline.reduction import (
 from syncline.strategies import Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute
 
-__all__ = [
-    "NO_NEW_GROUPS",
-    "TOO_MANY_PASSES",
-    "ZEROED_TOO_SOON",
-    "GradientSync",
-    "ParameterModule",
-    "PassesError",
-    "StrategySync",
-    "after_gradient",
-    "below",
-    "check_groups",
-    "describe",
-    "held_by",
-    "named_of",
-]
-
-TOO_MANY_PASSES = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-    "backward_passes_per_step to accumulate gradients locally"
-)
 ZEROED_TOO_SOON = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize()"
 )
 GROUPS_ARE_NEWER = "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0."
 """Horovod's text, by which scripts filter the warning."""
-NO_NEW_GROUPS = (
-    "add_param_group on a DistributedOptimizer: its ranks have agreed on the parameters; add the group to the plain "
-    "optimizer, and create a new DistributedOptimizer from it"
-)
-
-K = TypeVar("K", bound=Optimizer)
 
 
 class PassesError(SynclineError, AssertionError):
-    """Backward passes, `zero_grad()` and `step()` in an order that would lose gradients.
-
-    >>> issubclass(PassesError, AssertionError)
-    True
-    """
+    """Backward passes, `zero_grad()` and `step()` in an order that would lose gradients."""
 
 
-def held_by(optimizer: Optimizer) -> list[Parameter]:
-    """All parameters of all groups of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _too_many_passes(name: str, passes: int) -> PassesError:
+    return PassesError(
+        "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+        f"backward_passes_per_step to accumulate gradients locally ({name}, backward_passes_per_step={passes}), or "
+        "call optimizer.step() after each pass"
+    )
 
 
-def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Parameter]:
+def name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[str, Parameter]:
     """The parameters of an optimizer by name, in the order of the script; with Horovod's names if the script has none.
 
     Parameters that the optimizer does not have are left out: scripts often name all parameters of a model.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
-    >>> list(named_of(optimizer, None)), list(named_of(optimizer, model.named_parameters()))
+    >>> list(name_parameters(optimizer, None)), list(name_parameters(optimizer, model.named_parameters()))
     (['allreduce.noname.0.0', 'allreduce.noname.1.0'], ['weight', 'bias'])
     """
-    held = held_by(optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return {
             f"allreduce.noname.{group}.{place}": parameter
@@ -156,38 +133,54 @@ def check_groups(num_groups: Any, groups: Any) -> None:
         raise IncompatibleError("groups: a parameter is in two of the lists, and may be in one only")
 
 
-def after_gradient(parameter: Tensor, fn: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """Register a hook that is called after a gradient was accumulated in the parameter."""
-    register: Callable[..., torch.utils.hooks.RemovableHandle] = parameter.register_post_accumulate_grad_hook
-    return register(fn)
+class OptimizerSync:
+    """Synchronises the ranks of an optimizer. The methods here do nothing beyond the hooks."""
+
+    run: StrategyRun | None = None
+
+    def __init__(self, held: HorovodContext, passes: int) -> None:
+        self.context = held
+        self.passes = passes
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def synchronize(self) -> None:
+        """Reduce the gradients that no backward pass has reduced."""
+
+    def zero(self) -> None:
+        """Called before the gradients are cleared."""
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Wraps `step()`, in which a closure may clear gradients and compute new ones."""
+        yield
+
+    def stepped(self) -> None:
+        """Earlier backward passes no longer count."""
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure that `step()` of the script's optimizer calls."""
+        return closure
+
+    def join_rounds(self) -> None:
+        """Contribute zeros to the reductions of other ranks until every rank has joined."""
+
+    def close(self) -> None:
+        """Remove the hooks; gradients stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self in self.context.optimizers:
+            self.context.optimizers.remove(self)
+
+    def _call_after_gradients(self, parameters: Iterable[Tensor], fn: Callable[[Tensor], None]) -> None:
+        """Call `fn` after a gradient was accumulated in one of the parameters."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(fn))  # type: ignore[no-untyped-call]
 
 
-def below(kind: type[K], optimizer: Optimizer) -> K:
-    """An object of a new class, derived from `kind` and the optimizer's class, with its groups and state."""
-    made_of: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {})
-    made: K = made_of.__new__(made_of)
-    # A scheduler replaces the `step` of its optimizer; that one would bypass `kind.step`.
-    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    return made
-
-
-def describe(names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:
-    """The description of each parameter, which must be equal on every rank."""
-    return {
-        name: f"{_dtype(parameter)}{list(parameter.shape)}" + ("" if parameter.requires_grad else " (frozen)")
-        for name, parameter in zip(names, parameters, strict=True)
-    }
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-class GradientSync:
+class GradientSync(OptimizerSync):
     """Reduces the gradients of an optimizer, and counts its backward passes and steps."""
-
-    run = None
-    """There is no strategy and no run."""
 
     def __init__(
         self,
@@ -201,13 +194,12 @@ class GradientSync:
         sparse_as_dense: bool,
         process_set: ProcessSet,
         sparse_only: bool = False,
-        codes_alone: bool = True,
+        encodes_alone: bool = True,
     ) -> None:
-        """`sparse_only`: the optimizer takes only sparse gradients. `codes_alone`: the codec is also applied in a
+        """`sparse_only`: the optimizer takes only sparse gradients. `encodes_alone`: the codec is also applied in a
         world of one rank. Horovod's compressors are not: they round what is sent, and one rank sends nothing.
         """
-        self.context = held
-        self.passes = passes
+        super().__init__(held, passes)
         self._mean = mean
         self._predivide = predivide
         self._dense = sparse_as_dense
@@ -225,18 +217,16 @@ class GradientSync:
         self._reduced: set[int] = set()
         self._rounds = 0
         self._stepping = False
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._communicator: Communicator | None = None
         self._gradients: GradientReducer | None = None
         self._loss_name = f"the loss of {min(named, default='')}"
         self.watched = {id(parameter) for parameter in parameters}
         self._take_over()
         if process_set.included():
-            self._attach(named, codec if process_set.size() > 1 or codes_alone else None)
+            self._attach(named, codec if process_set.size() > 1 or encodes_alone else None)
         held.optimizers.append(self)
 
     def synchronize(self) -> None:
-        """Reduce the gradients that no backward pass has reduced."""
         if self._gradients is not None and (not self._rounds or self._gradients.accumulating):
             self._complete(self._gradients.reduce_now())
         self._past |= self._open
@@ -244,7 +234,7 @@ class GradientSync:
         self._reduced.clear()
 
     def zero(self) -> None:
-        """Called before the gradients are cleared. Raises if no optimizer has stepped with them."""
+        """Raises if no optimizer has stepped with the gradients."""
         if not self._stepping:
             elsewhere = {number for other in self._others() for number in other._open | other._past}
             if self._open - self._settled - elsewhere:
@@ -285,12 +275,16 @@ class GradientSync:
 
         return evaluate
 
-    def stepping(self, now: bool) -> None:
-        """Called around `step()`, in which a closure may clear gradients and compute new ones."""
-        self._stepping = now
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+            self.stepped()
 
     def join_rounds(self) -> None:
-        """Contribute zeros to the reductions of other ranks until no rank has gradients."""
         active = 0 if self._gradients is None or self._communicator is None or self._communicator.size == 1 else 1
         while active and self._gradients is not None:
             with self._in_step("the gradients could not be reduced after join()"):
@@ -299,18 +293,13 @@ class GradientSync:
             self._gradients.release(found)
 
     def close(self) -> None:
-        """Remove the hooks; gradients stay."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
         if self._communicator is not None and not self._communicator.world.closed:
             self._communicator.group.release()  # no rank waits for reductions in flight
         self._communicator = None
-        if self in self.context.optimizers:
-            self.context.optimizers.remove(self)
+        super().close()
 
     def _take_over(self) -> None:
         """Close older optimizers of the same parameters: only the newest reduces a gradient."""
@@ -329,9 +318,7 @@ class GradientSync:
             ordered = self._agree(communicator, named, codec)
         alone = communicator.size == 1 and codec is None
         if self._dense and not alone:  # registered before the reducer's hooks, which need dense gradients
-            self._hooks = [
-                after_gradient(parameter, self._densify) for parameter in ordered.values() if parameter.requires_grad
-            ]
+            self._call_after_gradients(ordered.values(), self._densify)
         self._gradients = GradientReducer(
             ordered,
             communicator,
@@ -350,7 +337,7 @@ class GradientSync:
     ) -> dict[str, Parameter]:
         """Compare parameters and settings of all ranks; return the parameters in the order of the first rank."""
         names = sorted(named)
-        check_same(communicator, "parameters", describe(names, [named[name] for name in names]))
+        check_same(communicator, "parameters", {name: _describe(named[name]) for name in names})
         settings = {"op": "Average" if self._mean else "Sum", "gradient_predivide_factor": repr(self._predivide)}
         settings |= {"compression": repr(codec), "sparse_as_dense": repr(self._dense)}
         check_same(communicator, "settings of DistributedOptimizer", settings)
@@ -371,10 +358,7 @@ class GradientSync:
         if self._open and self._open <= self._settled:
             self.forget()
         if index in self._reduced:
-            raise PassesError(
-                f"{TOO_MANY_PASSES} ({self._gradients.names[index]}, backward_passes_per_step={self.passes}), or call "
-                "optimizer.step() after each pass"
-            )
+            raise _too_many_passes(self._gradients.names[index], self.passes)
         gradient = self._gradients.parameters[index].grad
         if gradient is not None and gradient.requires_grad:
             raise PassesError(
@@ -440,8 +424,16 @@ class ParameterModule(nn.Module):
         self._parameters.update(named)  # register_parameter refuses names with a dot
 
 
-class StrategySync:
-    """Synchronises an optimizer by a strategy, with a run of `sl.distribute`."""
+def _describe(parameter: Tensor) -> str:
+    """The description of a parameter, which must be equal on every rank."""
+    frozen = "" if parameter.requires_grad else " (frozen)"
+    return f"{TensorInfo(parameter.dtype, tuple(parameter.shape))}{frozen}"
+
+
+class StrategySync(OptimizerSync):
+    """Synchronises an optimizer by a strategy, with a run of `sl.distribute`, in backward or in `step()`."""
+
+    run: StrategyRun
 
     def __init__(
         self,
@@ -453,61 +445,48 @@ class StrategySync:
         codec: Codec | None,
         passes: int,
     ) -> None:
-        self.context = held
-        self.passes = passes
+        super().__init__(held, passes)
         self._pausing = ExitStack()
         self._task = -1
         self._counts: dict[int, int] = {}
         # Registered before the run's own hooks, because they pause or resume the run.
-        self._hooks = [
-            after_gradient(parameter, self._arrived) for parameter in named.values() if parameter.requires_grad
-        ]
+        self._call_after_gradients(named.values(), self._arrived)
         first = broadcast_object(list(named))  # the order of rank 0; `distribute` refuses names that differ
         ordered = {name: named[name] for name in (first if set(first) == set(named) else named)}
         model = ParameterModule(ordered)
-        self.run: StrategyRun = strategy_run(distribute(model, optimizer, strategy=strategy, codec=codec))
+        self.run = strategy_run(distribute(model, optimizer, strategy=strategy, codec=codec))
         held.optimizers.append(self)
 
-    def synchronize(self) -> None:
-        """Does nothing: the strategy synchronises in backward or in `step()`."""
-
     def zero(self) -> None:
-        """Called before the gradients are cleared."""
         self._counts.clear()
 
-    def stepping(self, now: bool) -> None:
-        """Called around a step: a strategy that reduces gradients must have reduced them."""
-        lacking = bool(self._counts) and max(self._counts.values()) < self.passes
-        if now and lacking and self.run.strategy.name == "allreduce":
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Raises if the strategy reduces gradients and has not reduced them yet."""
+        done = max(self._counts.values(), default=self.passes)
+        if done < self.passes and self.run.strategy.name == "allreduce":
             raise PassesError(
-                f"optimizer.step() after {max(self._counts.values())} of backward_passes_per_step={self.passes} "
-                f"backward passes: {self.run.strategy!r} has not reduced the gradients yet; run all passes, or "
-                "leave strategy out"
+                f"optimizer.step() after {done} of backward_passes_per_step={self.passes} backward passes: "
+                f"{self.run.strategy!r} has not reduced the gradients yet; run all passes, or leave strategy out"
             )
+        try:
+            yield
+        finally:
+            self.stepped()
 
     def stepped(self) -> None:
-        """The optimizer has stepped."""
         self._counts.clear()
 
-    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns the closure itself: the run handles it."""
-        return closure
-
     def join_rounds(self) -> None:
-        """Join the steps of other ranks without a contribution until no rank has one."""
         while not self.run.asynchronous and self.run.join_idle():
             pass
 
     def close(self) -> None:
-        """Remove the hooks. Every rank calls it."""
+        """Every rank calls it."""
         self._pausing.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         if not self.run.world.closed:
             self.run.close()
-        if self in self.context.optimizers:
-            self.context.optimizers.remove(self)
+        super().close()
 
     def _arrived(self, parameter: Tensor) -> None:
         task, count = torch._C._current_graph_task_id(), self._counts.get(id(parameter), 0) + 1
@@ -518,3 +497,59 @@ class StrategySync:
         self._pausing.close()
         if count < self.passes:
             self._pausing.enter_context(self.run.no_sync())
+
+
+class AdasumSync(OptimizerSync):
+    """Combines the steps Δ_i of all ranks: w ← w + adasum(Δ_0, …, Δ_{p−1}).
+
+    Gradients stay local, so the learning rate need not be scaled by the number of ranks. Maleki et al., MLSys 2021.
+    """
+
+    def __init__(
+        self,
+        held: HorovodContext,
+        named: Mapping[str, Parameter],
+        *,
+        compressor: type[Compressor],
+        passes: int,
+        process_set: ProcessSet,
+    ) -> None:
+        if process_set.process_set_id != 0:
+            raise UnsupportedAdasumError(f"op=Adasum on {process_set!r}: it works on the global process set")
+        check_adasum(process_set)
+        super().__init__(held, passes)
+        self._stepping = False
+        self._named = {name: named[name] for name in sorted(named)}
+        self._names = {id(parameter): name for name, parameter in self._named.items()}
+        self._compressor = compressor
+        self._counts: dict[int, int] = {}
+        self._call_after_gradients(self._named.values(), self._arrived)
+
+    def zero(self) -> None:
+        if self._counts and not self._stepping:
+            raise PassesError(f"{ZEROED_TOO_SOON}: it would drop gradients that no step has used")
+        self._counts.clear()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Sets the parameters to their old values plus the combined steps."""
+        trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        starts = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+        self._counts.clear()
+        pending = []
+        for name, start in starts.items():  # a rank without a gradient adds zeros
+            sent, kept = self._compressor.compress(trained[name].detach() - start)
+            pending.append((name, allreduce_async_(sent, name=f"adasum.{name}", op=Adasum), kept))
+        for name, handle, kept in pending:
+            delta = self._compressor.decompress(synchronize(handle), kept)
+            trained[name].detach().copy_(starts[name] + delta)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        count = self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
+        if count > self.passes and not self._stepping:
+            raise _too_many_passes(self._names[id(parameter)], self.passes)

@@ -1,4 +1,4 @@
-"""Operations in flight: their results, their handles, and the end of waits for a rank that has left.
+"""Operations in flight: their results, and the end of waits for a rank that has left.
 
 `CollectiveCounter` counts the collectives that all ranks of a channel run in the same order:
 
@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from syncline.compat.horovod.errors import HorovodInternalError
 from syncline.compat.horovod.messages import OperationPlan, OperationRequest
-from syncline.errors import IncompatibleError
 from syncline.runtime import Event, Runtime
-
-__all__ = ["CollectiveCounter", "HandleTable", "PendingOperation"]
 
 
 class PendingOperation:
@@ -72,41 +68,6 @@ class PendingOperation:
         why = f"{self.request.kind} '{self.request.label}' to be submitted by all ranks"
         if not self._done and not event.wait(timeout_s, why, hang=True):
             raise HorovodInternalError(f"after {timeout_s:.3g} s this rank still waits for {why}")
-
-
-class HandleTable:
-    """The handles of operations: numbers that the user holds. Each is waited for once.
-
-    >>> HandleTable(lock=__import__("contextlib").nullcontext()).peek(3)
-    Traceback (most recent call last):
-    ...
-    syncline.errors.IncompatibleError: Handle 3 was not created or has been cleared. Each is waited for once.
-    """
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self._numbers = count(1)  # never 0: scripts test `if handle`
-        self._operations: dict[int, Any] = {}
-
-    def add(self, waiter: Any) -> int:
-        """Store an operation and return its handle."""
-        with self._lock:
-            number = next(self._numbers)
-            self._operations[number] = waiter
-        return number
-
-    def peek(self, number: int) -> Any:
-        """The operation of a handle. Raises for an unknown handle."""
-        with self._lock:
-            found = self._operations.get(number)
-        if found is None:
-            raise IncompatibleError(f"Handle {number} was not created or has been cleared. Each is waited for once.")
-        return found
-
-    def take(self, number: int) -> Any:
-        """Remove a handle and return its operation; None for an unknown handle."""
-        with self._lock:
-            return self._operations.pop(number, None)
 
 
 LOST_GRACE_S = 5.0

@@ -22,8 +22,6 @@ from syncline.compat.horovod.context import ProcessSet, Sum, context, global_pro
 from syncline.compat.horovod.ops import allgather_async, allreduce_async, synchronize
 from syncline.errors import IncompatibleError
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation with the statistics of the batches of all ranks, which may differ in size.
@@ -79,8 +77,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def _name(self) -> str:
         """The name of the layer's operations, equal in every step, so that requests are cached."""
-        numbers = context().world.keep("horovod sync_batch_norm", _Numbers)
-        return f"sync_batch_norm.{numbers.of(self)}"
+        numbers = context().layer_numbers
+        return f"sync_batch_norm.{numbers.setdefault(self, len(numbers))}"
 
     def _track(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
         assert self.running_mean is not None, "it tracks running statistics"
@@ -92,20 +90,6 @@ class SyncBatchNorm(_BatchNorm):
         with torch.no_grad():
             self.running_mean.mul_(1 - rate).add_(rate * mean.to(self.running_mean))
             self.running_var.mul_(1 - rate).add_(rate * unbiased.to(self.running_var))
-
-
-class _Numbers:
-    """Numbers the layers of one rank in the order in which they are first used."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[SyncBatchNorm, int]] = {}
-
-    def of(self, layer: SyncBatchNorm) -> int:
-        return self._known.setdefault(id(layer), (layer, len(self._known)))[1]
-
-    def close(self) -> None:
-        """Remove all layers."""
-        self._known.clear()
 
 
 def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 ```text
 grad.weight   ├ NEGOTIATE_ALLREDUCE ┤├──────── ALLREDUCE ────────┤
-                  · 0      · 1   · 2  ├ MEMCPY ┤├ SUM ┤├ MEMCPY ┤
+                                     ├─ torch.distributed ─┤
 grad.bias     ├─ NEGOTIATE_ALLREDUCE ─┤├─── ALLREDUCE ───┤
 ```
 
@@ -15,15 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from syncline.events.trace import FLUSH_EVERY_EVENTS, MAX_TRACE_EVENTS
 from syncline.runtime import Lock
-
-__all__ = ["Timeline", "TimelineObserver"]
 
 logger = logging.getLogger("syncline")
 
@@ -76,7 +74,6 @@ class Timeline:
         self._dropped = 0
         self._rows: dict[str, int] = {}
         self._waiting: list[str] = []
-        self._first = True
         self._file: TextIO | None = None
         if rank == 0 or RANK in str(path):
             self._open(rank)
@@ -86,14 +83,10 @@ class Timeline:
         """Whether this rank writes."""
         return self._file is not None
 
-    def negotiating(
-        self, name: str, kind: str, start: float, stop: float, ready: Sequence[tuple[int, float]] = ()
-    ) -> None:
-        """Write the time from the first to the last request for an operation; `ready` holds the time of each rank."""
+    def negotiating(self, name: str, kind: str, start: float, stop: float) -> None:
+        """Write the time from this rank's request for an operation to its execution."""
         with self._lock:
             self._span(name, f"NEGOTIATE_{kind.upper()}", start, stop)
-            for rank, at in ready:
-                self._span(name, str(rank), at, at)
 
     def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None:
         """Write the execution of an operation; `activity` is the name of an inner span, or ""."""
@@ -116,7 +109,8 @@ class Timeline:
             if self._dropped:
                 # Written beyond the limit, because it reports the limit.
                 labels = {"labels": f"{self._dropped} more events were dropped"}
-                self._waiting.append(json.dumps({"name": "process_labels", "ph": "M", "pid": 0, "args": labels}))
+                line = {"name": "process_labels", "ph": "M", "pid": 0, "args": labels}
+                self._waiting.append(f",\n{json.dumps(line)}")
             self._flush("\n]\n")
             if self._file is not None:
                 self._file.close()
@@ -129,8 +123,8 @@ class Timeline:
             self._give_up(error)
             return
         began = {"name": f"rank {rank}", "start_time_since_epoch_in_micros": time.time_ns() // 1000}
-        self._waiting.append(json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": began}))
-        self._flush("", before="[")
+        self._waiting.append("[\n" + json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": began}))
+        self._flush()
 
     def _span(self, name: str, what: str, start: float, stop: float) -> None:
         if self._file is None:
@@ -153,20 +147,18 @@ class Timeline:
             self._dropped += 1
             return
         self._left -= 1
-        self._waiting.append(json.dumps(line))
+        self._waiting.append(f",\n{json.dumps(line)}")
         if len(self._waiting) >= FLUSH_EVERY_EVENTS or self._now() - self._flushed > FLUSH_EVERY_S:
-            self._flush("")
+            self._flush()
 
-    def _flush(self, after: str, before: str = "") -> None:
-        # A comma before each line except the first: if the file is cut off, the earlier lines are complete.
+    def _flush(self, end: str = "") -> None:
+        # The comma is before each line: if the file is cut off, the earlier lines are complete.
         assert self._file is not None
         self._flushed = self._now()
-        lines = ",\n".join(self._waiting)
-        begin = "" if not lines else "\n" if self._first else ",\n"
-        self._first = self._first and not lines
+        text = "".join(self._waiting) + end
         self._waiting.clear()
         try:
-            self._file.write(before + begin + lines + after)
+            self._file.write(text)
             self._file.flush()
         except OSError as error:
             self._give_up(error)

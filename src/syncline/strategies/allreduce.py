@@ -30,6 +30,7 @@ from syncline.strategies.base import (
     RunSettings,
     Strategy,
     StrategyRun,
+    check_counts,
     load_shared_reducer_state,
     local_reducer_state,
     shared_reducer_state,
@@ -71,12 +72,9 @@ class AllReduce(Strategy):
     )
 
     def __post_init__(self) -> None:
-        for key in ("delay", "warmup", "cooldown"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < 0:
-                raise SpecError(f"allreduce({key}={value!r}): it is a number of steps, 0 or more")
-        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
-            raise SpecError(f"allreduce(steps={self.steps!r}): a number of steps, at least one")
+        check_counts(self, delay=0, warmup=0, cooldown=0)
+        if self.steps is not None:
+            check_counts(self, steps=1)
         if self.delay == 0 and (self.warmup or self.cooldown):
             raise SpecError(f"{self!r}: without a delay every step is synchronous; leave warmup and cooldown out")
 
@@ -98,24 +96,19 @@ class _StepGradients(Protocol):
 
 
 class _AllReduceRun(StrategyRun):
-    def __init__(
-        self,
-        strategy: AllReduce,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._delay = strategy.delay
-        self._warmup = strategy.warmup
-        self._cooldown = strategy.cooldown
-        self.total_steps = strategy.steps
+    strategy: AllReduce
+    needs_same_parameters = False
+    """False: the codec's residuals and gradients in flight are saved by parameter name."""
+
+    def setup(self) -> None:
+        super().setup()
+        model, communicator, settings = self.model, self.communicator, self.settings
+        self._delay = self.strategy.delay
+        self.total_steps = self.strategy.steps
         self._rounds = 0
         self._in_flight: deque[_StepGradients] = deque()
-        self.synchronised = {
-            id(parameter) for parameter in model.parameters()
-        }  # frozen parameters may be trained later
+        # Frozen parameters may be trained later.
+        self.synchronised = {id(parameter) for parameter in model.parameters()}
         self._gradients = GradientReducer(
             dict(model.named_parameters()),
             communicator,
@@ -140,8 +133,8 @@ class _AllReduceRun(StrategyRun):
         """`_rounds` at the latest step."""
         self.hooks += [
             *(each.register_step_pre_hook(self._check_step) for each in self.optimizers),
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
         ]
         self._marked = [each for each in self.optimizers if self._delay and not hasattr(each, AMP_SCALING)]
         for each in self._marked:
@@ -149,11 +142,6 @@ class _AllReduceRun(StrategyRun):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._gradients.paused()
-
-    @property
-    def needs_same_parameters(self) -> bool:
-        """False: the codec's residuals and gradients in flight are saved by parameter name."""
-        return False
 
     def predict(self) -> dict[str, float] | None:
         return self._gradients.predict()
@@ -251,14 +239,14 @@ class _AllReduceRun(StrategyRun):
             self._gradients.release(oldest)
 
     def _stale(self) -> bool:
-        if self._delay == 0 or self._rounds < self._warmup:
+        if self._delay == 0 or self._rounds < self.strategy.warmup:
             return False
-        if self._cooldown:
+        if self.strategy.cooldown:
             if self.total_steps is None:
                 raise IncompatibleError(
                     f"{self.strategy!r}: cooldown needs to know the number of steps; give steps= or call run.expect()"
                 )
-            return self._rounds < self.total_steps - self._cooldown
+            return self._rounds < self.total_steps - self.strategy.cooldown
         return True
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

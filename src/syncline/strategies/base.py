@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -42,7 +42,10 @@ __all__ = [
     "RunSettings",
     "Strategy",
     "StrategyRun",
+    "check_counts",
+    "check_flags",
     "check_gradients",
+    "check_number",
     "load_shared_reducer_state",
     "local_reducer_state",
     "loss_scale",
@@ -154,7 +157,7 @@ class Strategy(ABC):
 
 
 class StrategyRun(Run):
-    """One worker's part of a strategy in training."""
+    """One worker's part of a strategy in training. A subclass overrides `setup` instead of the constructor."""
 
     def __init__(
         self,
@@ -185,6 +188,10 @@ class StrategyRun(Run):
         self._closed = False
         self._own: dict[str, Tensor] | None = None
         """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
+        self.setup()
+
+    def setup(self) -> None:
+        """Make the strategy's own attributes and hooks. The constructor calls it at its end."""
 
     # Contract: facts about the strategy.
 
@@ -579,6 +586,29 @@ class StrategyRun(Run):
 def _no_run() -> None:
     """The value of a pickled run when it is loaded: None."""
     return
+
+
+def check_counts(strategy: Strategy, **least: int) -> None:
+    """Refuse an argument that is not a whole number, or is below its least value."""
+    for key, lowest in least.items():
+        value = getattr(strategy, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise SpecError(f"{strategy.name}({key}={value!r}): a whole number, at least {lowest}")
+
+
+def check_flags(strategy: Strategy, *keys: str) -> None:
+    """Refuse an argument that is neither True nor False."""
+    for key in keys:
+        value = getattr(strategy, key)
+        if not isinstance(value, bool):
+            raise SpecError(f"{strategy.name}({key}={value!r}): True or False")
+
+
+def check_number(strategy: Strategy, key: str, wanted: str, is_allowed: Callable[[float], bool]) -> None:
+    """Refuse an argument that is not a number, or not an allowed one. `wanted` describes the allowed numbers."""
+    value = getattr(strategy, key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_allowed(value):
+        raise SpecError(f"{strategy.name}({key}={value!r}): {wanted}")
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.errors import PeerLostError, SpecError
+from syncline.errors import PeerLostError
 from syncline.reduction import Communicator
 from syncline.server import Future
-from syncline.strategies.base import Preset, RunSettings, StrategyRun
+from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_counts, check_flags, check_number
 from syncline.strategies.control import POLL_SECONDS
 from syncline.strategies.parameter_server import ParameterServerStrategy, ReplicaRun, ServerOptions
 from syncline.world.hooks import ModuleHook
@@ -58,44 +58,30 @@ class Downpour(ParameterServerStrategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="downpour(rule='adam(b1=0.0)', lr=0.004, prefetch=False)"),)
 
     def __post_init__(self) -> None:
-        for key, least in (("push", 1), ("fetch", 1), ("warmup", 0)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SpecError(f"downpour({key}={value!r}): a number of steps, at least {least}")
-        if self.lr is not None and (isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or self.lr <= 0):
-            raise SpecError(f"downpour(lr={self.lr!r}): a positive number, or None for the optimizer's")
-        if not isinstance(self.prefetch, bool):
-            raise SpecError(f"downpour(prefetch={self.prefetch!r}): True or False")
+        check_counts(self, push=1, fetch=1, warmup=0)
+        if self.lr is not None:
+            check_number(self, "lr", "a positive number, or None for the optimizer's", lambda rate: rate > 0)
+        check_flags(self, "prefetch")
         self.check_rule(self.rule, self.filters)
-
-    @property
-    def stride(self) -> int:
-        return self.push
 
     @property
     def state_format(self) -> str:
         return f"downpour({self.rule})"
 
+    def server_options(self) -> ServerOptions:
+        return ServerOptions(rule=self.rule, lr=self.lr, slack=None, filters=self.filters, stride=self.push)
+
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        options = ServerOptions(rule=self.rule, lr=self.lr, slack=None, filters=self.filters, stride=self.push)
-        return DownpourRun(self, model, optimizer, communicator, settings, options)
+        return DownpourRun(self, model, optimizer, communicator, settings)
 
 
 class DownpourRun(ReplicaRun):
     strategy: Downpour
 
-    def __init__(
-        self,
-        strategy: Downpour,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        options: ServerOptions,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings, options)
+    def setup(self) -> None:
+        super().setup()
         self._sum = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The sum of the gradients since the latest push."""
         self._spare = torch.zeros(self.keys.trained, dtype=torch.float32)
@@ -105,8 +91,8 @@ class DownpourRun(ReplicaRun):
         self._absent_in_all: set[int] | None = None
         """Indices of the parameters without a gradient in any of these steps; None before the first step."""
         self._fetch: Future | None = None
-        if strategy.warmup and communicator.rank > 0:
-            self.hooks.append(model.register_forward_pre_hook(ModuleHook(self._await_warmup)))
+        if self.strategy.warmup and self.communicator.rank > 0:
+            self.hooks.append(self.model.register_forward_pre_hook(ModuleHook(self._await_warmup)))
 
     def before_step(self) -> None:
         self._sum.add_(self.gradients)

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, plain_name
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.local_weights import LocalWeightsRun, check_count
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_counts
+from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.world import allgather
 from syncline.world.hooks import ModuleHook
 
@@ -80,7 +80,7 @@ class Ensemble(Strategy):
         if self.mean not in MEANS:
             raise SpecError(f"ensemble(mean={self.mean!r}): one of {', '.join(MEANS)}")
         if self.seed is not None:
-            check_count(self.name, "seed", self.seed)
+            check_counts(self, seed=0)
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
@@ -113,10 +113,7 @@ class _AloneRun(LocalWeightsRun):
     """A run without communication in training. The model of all workers is the mean of their weights."""
 
     needs_every_step = False
-
-    @property
-    def first_exchange(self) -> int | None:
-        return None
+    first_exchange = None
 
     def after_step(self) -> None:
         """No communication."""
@@ -126,16 +123,12 @@ class _AloneRun(LocalWeightsRun):
 
 
 class _EnsembleRun(_AloneRun):
-    def __init__(
-        self,
-        strategy: Ensemble,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._mean = strategy.mean
+    strategy: Ensemble
+    needs_same_parameters = False
+    """False: each member continues with all of its weights."""
+
+    def setup(self) -> None:
+        super().setup()
         self._evaluating = False
         """Whether the members are being evaluated: they are the model itself, with other weights."""
         self._others: list[dict[str, Tensor]] = []
@@ -173,11 +166,6 @@ class _EnsembleRun(_AloneRun):
         self._note_spread([first, *self._others])
         for name, tensor in tensors.items():
             tensor.copy_(first[name])
-
-    @property
-    def needs_same_parameters(self) -> bool:
-        """False: each member continues with all of its weights."""
-        return False
 
     def finish(self) -> None:
         """Every worker keeps its own member: there is no single model."""
@@ -228,7 +216,7 @@ class _EnsembleRun(_AloneRun):
             others = [functional_call(module, member, args, kwargs) for member in self._others]
         finally:
             self._evaluating = False
-        return mean_prediction([output, *others], self._mean)
+        return mean_prediction([output, *others], self.strategy.mean)
 
 
 def _refuse_codec(strategy: Strategy, communicator: Communicator) -> None:

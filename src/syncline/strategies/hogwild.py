@@ -45,10 +45,7 @@ class Hogwild(Strategy):
 
     name: ClassVar[str] = "hogwild"
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="hogwild", momentum=0.5, scaling="none", one_host=True),)
-
-    @property
-    def asynchronous(self) -> bool:
-        return True
+    asynchronous = True
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
@@ -70,15 +67,9 @@ class Hogwild(Strategy):
 
 
 class _HogwildRun(AsynchronousRun):
-    def __init__(
-        self,
-        strategy: Hogwild,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
+    def setup(self) -> None:
+        super().setup()
+        model, optimizer, communicator = self.model, self.optimizer, self.communicator
         self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen parameters are shared too
         self._buffer_places = _buffer_places(model)
         own = {
@@ -100,7 +91,7 @@ class _HogwildRun(AsynchronousRun):
         self._total: int | None = 0
         """Steps of all workers at the end of this worker's latest step."""
         self.hooks = [optimizer.register_step_post_hook(self._after_step)]
-        if settings.check_finite:
+        if self.settings.check_finite:
             self.hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def control_channel(self) -> SharedMemoryChannel:

@@ -31,12 +31,14 @@ from syncline.strategies.base import (
     RunSettings,
     Strategy,
     StrategyRun,
+    check_counts,
+    check_number,
     load_shared_reducer_state,
     local_reducer_state,
     shared_reducer_state,
     wide_dtype,
 )
-from syncline.strategies.local_weights import AveragingRun, check_count
+from syncline.strategies.local_weights import AveragingRun
 from syncline.world import allreduce
 
 __all__ = ["Local", "LocalRun"]
@@ -68,19 +70,15 @@ class Local(Strategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="local(period=8)"),)
 
     def __post_init__(self) -> None:
-        check_count(self.name, "period", self.period, least=1)
-        check_count(self.name, "after", self.after)
-        check_count(self.name, "seed", self.seed)
+        check_counts(self, period=1, after=0, seed=0)
         if self.state not in STATE_MODES:
             raise SpecError(f"local(state={self.state!r}): one of {', '.join(STATE_MODES)}")
-        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
-        if not number or not 0.0 < self.fraction <= 1.0:
-            raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
+        check_number(self, "fraction", "a part of the workers, above 0 and at most 1", lambda part: 0 < part <= 1)
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return LocalRun(self, model, optimizer, communicator, settings, period=self.period)
+        return LocalRun(self, model, optimizer, communicator, settings)
 
 
 class LocalRun(AveragingRun):
@@ -90,32 +88,28 @@ class LocalRun(AveragingRun):
     mean of the weights themselves would be rounded in every round.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        period: int,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.period = period
+    copies_weights = True
+
+    @property
+    def rule(self) -> Local:
+        """The options of the rounds."""
+        assert isinstance(self.strategy, Local), self.strategy
+        return self.strategy
+
+    def setup(self) -> None:
+        super().setup()
+        self.period = self.rule.period
         self._since = 0
         """Steps since the last round."""
-        self._synchronous_for = int(getattr(strategy, "after", 0))
-        self._state = str(getattr(strategy, "state", "keep"))
-        self._fraction = float(getattr(strategy, "fraction", 1.0))
-        self._seed = int(getattr(strategy, "seed", 0))
+        self._synchronous_for = self.rule.after
         self._base: list[Tensor] | None = None
         """The weights after the last round, if rounds average differences."""
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
-        if (communicator.codec is not None or halves) and communicator.size > 1:
+        if (self.communicator.codec is not None or halves) and self.communicator.size > 1:
             self._base = [weight.clone() for weight in self.weights]
         self._reducer: GradientReducer | None = None
         """Reduces the gradients of the synchronous steps."""
-        if self._synchronous_for and communicator.size > 1:
+        if self._synchronous_for and self.communicator.size > 1:
             self._reducer = self._make_reducer()
         self.deltas.prepare()
 
@@ -140,10 +134,6 @@ class LocalRun(AveragingRun):
     @property
     def first_exchange(self) -> int | None:
         return 1 if self._synchronous_for else self.period
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
 
     @property
     def synchronous(self) -> bool:
@@ -204,7 +194,7 @@ class LocalRun(AveragingRun):
     # Rounds.
 
     def sync(self, active: bool = True) -> int:
-        weight = 1.0 if self._fraction == 1.0 or self._counts() else 0.0
+        weight = 1.0 if self.rule.fraction == 1.0 or self._counts() else 0.0
         if self._base is None:
             reduction = self.deltas.begin([each.clone() for each in self.weights], weight, active)
             means, alive = self.deltas.finish(reduction)
@@ -215,7 +205,7 @@ class LocalRun(AveragingRun):
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             self.note_consensus(means)
         self.set_weights(means)
-        if self._state != "keep":
+        if self.rule.state != "keep":
             self.sync_optimizer_state()
         self.rounds += 1
         self._since = 0
@@ -229,13 +219,13 @@ class LocalRun(AveragingRun):
     def _counts(self) -> bool:
         """Whether this worker counts in the round. Every worker makes the same draw."""
         size = self.communicator.size
-        count = max(1, math.ceil(self._fraction * size - 1e-9))
-        return self.communicator.rank in random.Random(f"{self._seed}/{self.rounds}").sample(range(size), count)
+        count = max(1, math.ceil(self.rule.fraction * size - 1e-9))
+        return self.communicator.rank in random.Random(f"{self.rule.seed}/{self.rounds}").sample(range(size), count)
 
     def sync_optimizer_state(self) -> None:
         """Average or clear the optimizer's state of each parameter."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self._names.values()]
-        if self._state == "reset":
+        if self.rule.state == "reset":
             for state in states:
                 state.clear()
             return

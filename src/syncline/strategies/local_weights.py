@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError
 from syncline.reduction import (
     Communicator,
     GradientReducer,
@@ -43,7 +43,7 @@ from syncline.strategies.base import (
     wide_dtype,
 )
 
-__all__ = ["AveragingRun", "DeltaReducer", "LocalWeightsRun", "check_count", "load_optimizer_state", "optimizer_state"]
+__all__ = ["AveragingRun", "DeltaReducer", "LocalWeightsRun", "load_optimizer_state", "optimizer_state"]
 
 MAX_CALLER_FRAMES = 8
 """Largest number of stack frames above a step hook that are searched: torch's wrappers of `step` come first."""
@@ -59,24 +59,17 @@ class LocalWeightsRun(StrategyRun):
     needs_every_step: ClassVar[bool] = True
     """Whether workers must count the same steps, so that a GradScaler may not skip one without notice."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._names = trained(model)
+    def setup(self) -> None:
+        super().setup()
+        self._names = trained(self.model)
         self.rounds = 0
         """Rounds of all workers so far."""
         self.same_size = True
         """Whether the loaded checkpoint is of as many workers."""
-        self._alone = communicator.size == 1
+        self._alone = self.communicator.size == 1
         self.hooks += [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
         ]
 
     # Contract.
@@ -207,16 +200,9 @@ def _skipped_steps(strategy: Strategy) -> IncompatibleError:
 class AveragingRun(LocalWeightsRun):
     """A run whose rounds are all-reductions, with the run's collective and codec."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.deltas = DeltaReducer(model, communicator, settings)
+    def setup(self) -> None:
+        super().setup()
+        self.deltas = DeltaReducer(self.model, self.communicator, self.settings)
 
     def detach(self) -> None:
         super().detach()
@@ -358,9 +344,3 @@ def load_optimizer_state(
                 else value
                 for key, value in saved[name].items()
             }
-
-
-def check_count(strategy: str, key: str, value: Any, least: int = 0) -> None:
-    """Refuse an argument that is not a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"{strategy}({key}={value!r}): a whole number, at least {least}")

@@ -17,6 +17,7 @@ strategy decides how long a read waits for other workers.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule
 from syncline.server.shard import NO_CLOCK
 from syncline.specs import parse
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import RunSettings, Strategy, check_gradients, loss_scale
+from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, loss_scale
 from syncline.strategies.control import POLL_SECONDS, ControlChannel
 from syncline.strategies.gradient_pusher import GradientPusher, check_filters, client_filter, group_bounds
 from syncline.strategies.key_map import KeyMap, read_optimizer, write_optimizer
@@ -72,6 +73,14 @@ class ServerOptions:
 class ParameterServerStrategy(Strategy):
     """A strategy whose weights are at servers. Subclasses are frozen dataclasses."""
 
+    @abstractmethod
+    def server_options(self) -> ServerOptions: ...
+
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
+    ) -> StrategyRun:
+        return ParameterServerRun(self, model, optimizer, communicator, settings)
+
     @property
     def asynchronous(self) -> bool:
         return True
@@ -82,13 +91,8 @@ class ParameterServerStrategy(Strategy):
         rule = getattr(self, "rule", None)
         return "server" if rule is None else f"server({rule})"
 
-    @property
-    def stride(self) -> int:
-        """Steps for each tick of a worker's clock."""
-        return 1
-
     def observe(self, model: nn.Module, network: ServerNetwork) -> ControlChannel | None:
-        return watch_channel(network, self.name, model, self.stride)
+        return watch_channel(network, self.name, model, self.server_options().stride)
 
     def check_rule(self, rule: str | None, filters: str | None = None) -> None:
         """Raise a `SpecError` for a rule or filters that cannot be read."""
@@ -103,17 +107,13 @@ class ParameterServerStrategy(Strategy):
 class ParameterServerRun(AsynchronousRun):
     """One worker's part. Strategies override the methods of the first section."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        options: ServerOptions,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.options = options
+    strategy: ParameterServerStrategy
+    copies_weights = True
+
+    def setup(self) -> None:
+        super().setup()
+        model, optimizer, communicator = self.model, self.optimizer, self.communicator
+        options = self.options = self.strategy.server_options()
         self.keys = KeyMap.of(model, optimizer)
         self.rules = self._initial_rules()
         self._optimizer_settings = _settings_of(optimizer)
@@ -493,10 +493,6 @@ class ParameterServerRun(AsynchronousRun):
         self.pusher.close()
 
     # State.
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

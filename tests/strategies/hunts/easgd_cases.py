@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.strategies.easgd import EASGD
 from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
-from syncline.strategies.easgd.run import ElasticRun
+from syncline.strategies.easgd.synchronous import ElasticRun
 from syncline.testing.hunting import kill_soon
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Slow
 from tests.server.hunts import harness

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,18 +42,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
-from syncline.reduction import Communicator, Stats
+from syncline.reduction import Stats
 from syncline.runtime import Task
 from syncline.server import Client, Future, open_space, server_network
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import RunSettings, Strategy, check_gradients, trained
-from syncline.strategies.gossip.graphs import Graph
+from syncline.strategies.base import check_gradients, trained
+from syncline.strategies.gossip.graphs import build_graph
 from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
 from syncline.strategies.parameter_server import ServerChannel
 from syncline.transports import Handle, Transport
 from syncline.world import World
 from syncline.world.hooks import ModuleHook
+
+if TYPE_CHECKING:
+    from syncline.strategies.gossip import Gossip
 
 __all__ = ["PairMessage", "PairwiseChannel", "PairwisePeers", "PairwiseRun", "comes_before", "mean_of"]
 
@@ -383,21 +386,13 @@ class PairwiseChannel(ServerChannel):
 class PairwiseRun(AsynchronousRun):
     """One worker. Its real weights are `peers.weights`; the model holds a snapshot of them."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        graph: Graph,
-        period: int,
-        seed: int,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.graph = graph
-        self._period, self._seed = period, seed
+    strategy: Gossip
+    copies_weights = True
+
+    def setup(self) -> None:
+        super().setup()
+        model, optimizer, world = self.model, self.optimizer, self.world
+        self.graph = build_graph(self.strategy.graph, self.communicator.size)
         self._names = trained(model)
         self.draws = 0
         """The number of random neighbours so far."""
@@ -410,12 +405,12 @@ class PairwiseRun(AsynchronousRun):
         buffers = _flat(self._averaged_buffers(model)).to(self.snapshot.dtype)
         state = torch.cat([self.snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
         self.peers: PairwisePeers | None = None
-        if communicator.size > 1:
-            self.peers = PairwisePeers(_channel(communicator.world), state, self.snapshot.numel(), communicator.stats)
+        if self.communicator.size > 1:
+            self.peers = PairwisePeers(_channel(world), state, self.snapshot.numel(), self.stats)
         self._now = torch.empty_like(self.snapshot)
-        network = server_network(communicator.world)
+        network = server_network(world)
         client = open_space(
-            communicator.world, strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
+            world, self.strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
         )
         self._channel = PairwiseChannel(client, self._load_weights)
         self.hooks += [
@@ -433,11 +428,7 @@ class PairwiseRun(AsynchronousRun):
 
     @property
     def first_exchange(self) -> int | None:
-        return self._period
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
+        return self.strategy.period
 
     # Steps.
 
@@ -459,7 +450,7 @@ class PairwiseRun(AsynchronousRun):
         self._channel.tick()
 
     def _begin_average(self) -> None:
-        if self.peers is not None and (self.stats.steps + 1) % self._period == 0:
+        if self.peers is not None and (self.stats.steps + 1) % self.strategy.period == 0:
             peer = self._draw(self.peers)
             if peer is not None:
                 self.stats.next_round()
@@ -500,7 +491,7 @@ class PairwiseRun(AsynchronousRun):
         if not left:
             return None
         self.draws += 1
-        generator = random.Random(f"{self._seed}/{rank}/{self.draws}")
+        generator = random.Random(f"{self.strategy.seed}/{rank}/{self.draws}")
         return generator.choices(list(left), list(left.values()))[0]
 
     def absorb(self) -> None:

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.reduction import Communicator
-from syncline.strategies.base import RunSettings, Strategy
 from syncline.strategies.gossip.choco import Choco, Mixing, Neighbours, StepSizes, measure_step_sizes
-from syncline.strategies.gossip.graphs import Graph
+from syncline.strategies.gossip.graphs import build_graph
 from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.transports import Handle
 from syncline.world import allreduce
+
+if TYPE_CHECKING:
+    from syncline.strategies.gossip import Gossip
 
 __all__ = ["ConsensusSketch", "GossipRun", "PlainMixing"]
 
@@ -136,22 +137,12 @@ class ConsensusSketch:
 class GossipRun(LocalWeightsRun):
     """One worker among its neighbours."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        graph: Graph,
-        period: int,
-        beside: bool,
-        gamma: float | None,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.graph = graph
-        self._period, self._beside = period, beside
+    strategy: Gossip
+
+    def setup(self) -> None:
+        super().setup()
+        self.graph = build_graph(self.strategy.graph, self.communicator.size)
+        self._beside = self.strategy.form == "beside"
         self._since = 0
         """Steps since the last round."""
         self._in_progress = False
@@ -163,16 +154,16 @@ class GossipRun(LocalWeightsRun):
         self.mixing: Mixing | None = None
         """None in a world of one."""
         self._neighbours: Neighbours | None = None
-        if communicator.size > 1:
-            self._neighbours = Neighbours(communicator, graph)
-            self.mixing = self._make_mixing(self._neighbours, gamma)
+        if self.communicator.size > 1:
+            self._neighbours = Neighbours(self.communicator, self.graph)
+            self.mixing = self._make_mixing(self._neighbours)
             self._sketch = ConsensusSketch(self.weights)
 
-    def _make_mixing(self, neighbours: Neighbours, gamma: float | None) -> Mixing:
+    def _make_mixing(self, neighbours: Neighbours) -> Mixing:
         communicator, codec = self.communicator, self.communicator.codec
         if codec is None:
             return PlainMixing(neighbours, self.weights)
-        self._step_sizes = measure_step_sizes(communicator, self._names, codec, gamma)
+        self._step_sizes = measure_step_sizes(communicator, self._names, codec, self.strategy.gamma)
         return Choco(neighbours, self._names, codec, self._step_sizes, communicator.rank, self.settings.seed)
 
     @property
@@ -183,7 +174,7 @@ class GossipRun(LocalWeightsRun):
 
     @property
     def first_exchange(self) -> int | None:
-        return self._period
+        return self.strategy.period
 
     @property
     def copies_weights(self) -> bool:
@@ -194,7 +185,7 @@ class GossipRun(LocalWeightsRun):
     def after_step(self) -> None:
         self._finish_round()
         self._since += 1
-        if self._since >= self._period:
+        if self._since >= self.strategy.period:
             self.sync()
 
     def sync(self, active: bool = True) -> int:

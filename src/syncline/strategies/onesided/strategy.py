@@ -22,12 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, PeerLostError, SpecError
+from syncline.errors import IncompatibleError, PeerLostError
 from syncline.reduction import Communicator
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_gradients, trained
+from syncline.strategies.base import (
+    Preset,
+    RunSettings,
+    Strategy,
+    StrategyRun,
+    check_counts,
+    check_gradients,
+    check_number,
+    trained,
+)
 from syncline.strategies.key_map import KeyMap
-from syncline.strategies.local_weights import check_count, load_optimizer_state, optimizer_state, refuse_inside_agreed
+from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
 from syncline.strategies.onesided.mailslots import HEADER_BYTES, Mailslots, on_same_host
 from syncline.strategies.onesided.update import Array, step
 from syncline.strategies.onesided.window_channel import READ_TIMEOUT_S, WindowChannel
@@ -54,20 +63,12 @@ class OneSided(Strategy):
 
     name: ClassVar[str] = "onesided"
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="onesided(pull=0.5)", engine="mpi"),)
+    asynchronous = True
 
     def __post_init__(self) -> None:
-        for key, least in (("buffers", 1), ("every", 1), ("seed", 0)):
-            check_count(self.name, key, getattr(self, key), least)
-        for key in ("part", "pull"):
-            value = getattr(self, key)
-            if key == "pull" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                raise SpecError(f"onesided({key}={value!r}): a number above 0, at most 1")
-
-    @property
-    def asynchronous(self) -> bool:
-        return True
+        check_counts(self, buffers=1, every=1, seed=0)
+        for key in ("part",) if self.pull is None else ("part", "pull"):
+            check_number(self, key, "a number above 0, at most 1", lambda value: 0 < value <= 1)
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
@@ -95,17 +96,11 @@ class OneSidedRun(AsynchronousRun):
     """One worker. Its weights are in the model, and a copy is in a window, where others read it for the mean."""
 
     strategy: OneSided
+    copies_weights = True
 
-    def __init__(
-        self,
-        strategy: OneSided,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        world = communicator.world
+    def setup(self) -> None:
+        super().setup()
+        world, model, optimizer, strategy = self.world, self.model, self.optimizer, self.strategy
         self.keys = KeyMap.of(model, optimizer)
         self.synchronised = {id(parameter) for parameter in self.keys.trains(model)}
         self.slots = Mailslots(
@@ -120,7 +115,7 @@ class OneSidedRun(AsynchronousRun):
         """Steps before the latest load, after which the sequence numbers start again."""
         self._same_size = True
         self._publish()
-        if communicator.size > 1:
+        if self.communicator.size > 1:
             world.barrier()  # no worker reads a window that is not filled
         self.hooks += [
             optimizer.register_step_pre_hook(self._before_step),
@@ -233,10 +228,6 @@ class OneSidedRun(AsynchronousRun):
     @property
     def first_exchange(self) -> int | None:
         return self.strategy.every
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
 
     def restart(self) -> None:
         """Drop the states of other workers, which belong to the old weights."""

@@ -24,17 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy, plain_name
-from syncline.strategies.base import (
-    Preset,
-    RunSettings,
-    Strategy,
-    StrategyRun,
-    check_counts,
-    load_shared_reducer_state,
-    local_reducer_state,
-    shared_reducer_state,
-)
+from syncline.reduction import Communicator, ReductionPass, ReductionPolicy, plain_name
+from syncline.strategies.base import Preset, RunReducer, RunSettings, Strategy, StrategyRun, check_counts
 
 __all__ = ["AllReduce"]
 
@@ -109,23 +100,16 @@ class _AllReduceRun(StrategyRun):
         self._in_flight: deque[_StepGradients] = deque()
         # Frozen parameters may be trained later.
         self.synchronised = {id(parameter) for parameter in model.parameters()}
-        self._gradients = GradientReducer(
+        codec = communicator.codec
+        self._gradients = RunReducer(
             dict(model.named_parameters()),
             communicator,
+            settings,
             ReductionPolicy(after_backward=self._after_backward),
-            ReducerOptions(
-                codec=communicator.codec,
-                bucket_bytes=settings.bucket_bytes,
-                check_finite=settings.check_finite,
-                find_unused_parameters=settings.find_unused_parameters,
-                sparse=_sparse_names(model),
-                attach_hooks=communicator.size > 1
-                or self._delay > 0
-                or settings.check_finite
-                or communicator.codec is not None,
-                seed=settings.seed,
-                diagnose_every=settings.diagnose,
-            ),
+            codec=codec,
+            attach_hooks=communicator.size > 1 or self._delay > 0 or settings.check_finite or codec is not None,
+            find_unused_parameters=settings.find_unused_parameters,
+            sparse=_sparse_names(model),
         )
         self._arrivals: set[int] = set()
         """Every number of gradients that a pass has had."""
@@ -180,7 +164,7 @@ class _AllReduceRun(StrategyRun):
                 "gradients that were accumulated under no_sync() are not part of the state: save after a step"
             )
         in_flight = [self._named(reduction) for reduction in self._in_flight]
-        return {"rounds": self._rounds, "waiting": in_flight, **shared_reducer_state(self._gradients)}
+        return {"rounds": self._rounds, "waiting": in_flight, **self._gradients.shared_state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._rounds = int(state.get("rounds", 0))
@@ -189,25 +173,22 @@ class _AllReduceRun(StrategyRun):
                 f"the checkpoint holds {len(state['waiting'])} steps of gradients in flight, and {self.strategy!r} "
                 f"keeps {self._delay}: resume with the strategy that was saved"
             )
-        load_shared_reducer_state(self._gradients, state)
+        self._gradients.load_shared_state(state)
         parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self._in_flight = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
 
     def local_state(self) -> dict[str, Any]:
-        return local_reducer_state(self._gradients)
+        return self._gradients.local_state()
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if self._gradients.codec_state is not None:
-            self._gradients.codec_state.load(states)
-        elif any(state.get("residuals") for state in states):
+        self._gradients.load_local_states(states)
+        if self._gradients.codec_state is None and any(state.get("residuals") for state in states):
             logger.warning("the checkpoint was made with a codec, and there is none now: its residuals are dropped")
 
     # Steps.
 
     def _after_backward(self, reduction: ReductionPass) -> None:
-        self.reductions += 1
-        if self.uneven.rates is not None:
-            self.uneven.note_rates()
+        self.note_reduction()
         self._finish(reduction)
         if len(reduction.arrivals) not in self._arrivals and self.communicator.size > 1:
             self._arrivals.add(len(reduction.arrivals))

@@ -29,7 +29,16 @@ from torch.optim import Optimizer
 from syncline.codecs import Codec, check_no_gradient_options
 from syncline.data import MicroBatches, Sharded
 from syncline.errors import DivergedError, PeerLostError, SpecError
-from syncline.reduction import BUCKET_BYTES, Communicator, GradientReducer, as_table, broadcast_tensors, plain_name
+from syncline.reduction import (
+    BUCKET_BYTES,
+    Communicator,
+    GradientReducer,
+    ReducerOptions,
+    ReductionPolicy,
+    as_table,
+    broadcast_tensors,
+    plain_name,
+)
 from syncline.specs import Spec
 from syncline.strategies.control import ControlChannel
 from syncline.strategies.model_watch import ModelWatch
@@ -39,6 +48,7 @@ from syncline.world import allreduce, barrier
 
 __all__ = [
     "Preset",
+    "RunReducer",
     "RunSettings",
     "Strategy",
     "StrategyRun",
@@ -46,11 +56,8 @@ __all__ = [
     "check_flags",
     "check_gradients",
     "check_number",
-    "load_shared_reducer_state",
-    "local_reducer_state",
     "loss_scale",
     "mean_of_all",
-    "shared_reducer_state",
     "strategy_run",
     "trained",
     "wide_dtype",
@@ -316,8 +323,7 @@ class StrategyRun(Run):
     def note_reduction(self) -> None:
         """Count a reduction, and record its learning rates while workers may miss some."""
         self.reductions += 1
-        if self.uneven.rates is not None:
-            self.uneven.note_rates()
+        self.uneven.note_rates()
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers by name."""
@@ -669,23 +675,52 @@ def loss_scale(optimizer: Optimizer) -> float | None:
     return 1.0 if scale is None else float(scale)
 
 
-def shared_reducer_state(gradients: GradientReducer) -> dict[str, Any]:
-    """The codec's state that is the same on all workers, and the layout of the buckets."""
-    coding = gradients.codec_state
-    return {"layout": gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
+class RunReducer(GradientReducer):
+    """A reducer with the settings of a run, and with state for checkpoints."""
 
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        communicator: Communicator,
+        settings: RunSettings,
+        policy: ReductionPolicy,
+        *,
+        codec: Codec | None,
+        attach_hooks: bool = True,
+        find_unused_parameters: bool = False,
+        sparse: frozenset[str] = frozenset(),
+    ) -> None:
+        options = ReducerOptions(
+            codec=codec,
+            bucket_bytes=settings.bucket_bytes,
+            check_finite=settings.check_finite,
+            find_unused_parameters=find_unused_parameters,
+            sparse=sparse,
+            attach_hooks=attach_hooks,
+            seed=settings.seed,
+            diagnose_every=settings.diagnose,
+        )
+        super().__init__(parameters, communicator, policy, options)
 
-def load_shared_reducer_state(gradients: GradientReducer, state: Mapping[str, Any]) -> None:
-    """Restore `shared_reducer_state`."""
-    if "layout" in state:
-        gradients.load_layout(state["layout"])
-    if gradients.codec_state is not None:
-        gradients.codec_state.load_shared_state(state.get("coding", {}))
+    def shared_state(self) -> dict[str, Any]:
+        """The codec's state that is the same on all workers, and the layout of the buckets."""
+        coding = {} if self.codec_state is None else {"coding": self.codec_state.shared_state()}
+        return {"layout": self.layout(), **coding}
 
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        if "layout" in state:
+            self.load_layout(state["layout"])
+        if self.codec_state is not None:
+            self.codec_state.load_shared_state(state.get("coding", {}))
 
-def local_reducer_state(gradients: GradientReducer) -> dict[str, Any]:
-    """The codec's residuals on this worker."""
-    return {} if gradients.codec_state is None else gradients.codec_state.state()
+    def local_state(self) -> dict[str, Any]:
+        """The codec's residuals on this worker."""
+        return {} if self.codec_state is None else self.codec_state.state()
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore `local_state`, also that of former workers."""
+        if self.codec_state is not None:
+            self.codec_state.load(states)
 
 
 def strategy_run(run: Run) -> StrategyRun:

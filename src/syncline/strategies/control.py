@@ -19,18 +19,18 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
 from syncline.errors import IncompatibleError, PeerLostError, SpecError
-from syncline.runtime import Lock
+from syncline.runtime import Lock, Runtime
 from syncline.server import Post
 from syncline.world import World
 
-__all__ = ["ControlBarrier", "ControlChannel", "Post", "SharedMemoryChannel"]
+__all__ = ["ControlBarrier", "ControlChannel", "Post", "SharedMemoryChannel", "poll"]
 
 POLL_SECONDS = (1e-3, 0.25)
 """The interval between two reads of the channel: the first, and the largest."""
@@ -75,6 +75,15 @@ class ControlChannel(Protocol):
     def close(self) -> None:
         """Release the channel."""
         ...
+
+
+def poll(runtime: Runtime) -> Iterator[None]:
+    """Yields again and again, with growing pauses in between. The caller leaves the loop."""
+    interval, longest = POLL_SECONDS
+    while True:
+        yield
+        runtime.sleep(interval)
+        interval = min(2 * interval, longest)
 
 
 class ControlBarrier:
@@ -126,10 +135,12 @@ class ControlBarrier:
     def _wait(self, what: str, arrived: Callable[[int], bool]) -> None:
         """Wait as long as the channel shows progress: steps or posts of any worker."""
         runtime, timeout, rank = self._world.runtime, self._world.transport.timeout, self._world.rank
-        interval, longest = POLL_SECONDS
         since, progress = runtime.now(), (self._read_until, [0])
         next_check = since + CHECK_LEFT_EVERY_S
-        while missing := self._missing(arrived):
+        for _ in poll(runtime):
+            missing = self._missing(arrived)
+            if not missing:
+                return
             if runtime.now() >= next_check:
                 self._raise_if_left(what, arrived, missing)
                 next_check = runtime.now() + CHECK_LEFT_EVERY_S
@@ -151,8 +162,6 @@ class ControlBarrier:
                     pending=f"ranks {missing} to {what}",
                     seconds=waited,
                 )
-            runtime.sleep(interval)
-            interval = min(2 * interval, longest)
 
     def _raise_if_left(self, what: str, arrived: Callable[[int], bool], missing: Sequence[int]) -> None:
         """Raise if a missing worker has left the world, because it never arrives."""

@@ -148,7 +148,7 @@ class DiLoCoRun(AveragingRun):
         self._since = 0
         self._sent = [weight.clone() for weight in self.weights]
         changes = [(outer - own).to(own.dtype) for outer, own in zip(self.outer, self._sent, strict=True)]
-        self._reduction = self.deltas.begin(changes, active=active)
+        self._reduction = self.deltas.reduce(changes, active=active)
 
     def _wait(self) -> list[Tensor]:
         """Wait for the mean, without applying it."""

@@ -28,7 +28,7 @@ from syncline.errors import PeerLostError
 from syncline.reduction import Communicator
 from syncline.server import Future
 from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_counts, check_flags, check_number
-from syncline.strategies.control import POLL_SECONDS
+from syncline.strategies.control import poll
 from syncline.strategies.parameter_server import ParameterServerStrategy, ReplicaRun, ServerOptions
 from syncline.world.hooks import ModuleHook
 
@@ -174,26 +174,24 @@ class DownpourRun(ReplicaRun):
         if not (module.training and torch.is_grad_enabled()):
             return
         self.hooks.pop().remove()
-        transport, runtime, channel = self.client.network.transport, self.world.runtime, self._channel
+        transport, now, channel = self.client.network.transport, self.world.runtime.now, self._channel
         first, timeout_s = transport.members[self.client.network.workers[0]], transport.timeout
-        (interval, longest), before, since = POLL_SECONDS, -1, runtime.now()
+        before, since = -1, now()
         with self.timed_wait("worker 0 to warm up"):
-            while True:
+            for _ in poll(self.world.runtime):
                 steps = channel.steps()[0]
                 ended = channel.stop_requested() or channel.has_finished(0)
                 if steps >= self.strategy.warmup or ended or first in transport.lost():
                     break
                 if steps > before:
-                    before, since = steps, runtime.now()
-                if runtime.now() - since > timeout_s:
+                    before, since = steps, now()
+                if now() - since > timeout_s:
                     raise PeerLostError(
                         f"worker 0 warms up and has taken {steps} of {self.strategy.warmup} steps, none of them in the "
                         f"last {timeout_s:g} s",
                         peer=0,
                         pending="worker 0's next push",
-                        seconds=runtime.now() - since,
+                        seconds=now() - since,
                     )
-                runtime.sleep(interval)
-                interval = min(2 * interval, longest)
             self.client.pull((0, self.keys.trained), self.weights, min_clock=0).wait()
         self.install_weights()

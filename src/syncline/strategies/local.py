@@ -25,17 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy
+from syncline.reduction import Communicator, ReductionPass, ReductionPolicy
 from syncline.strategies.base import (
     Preset,
+    RunReducer,
     RunSettings,
     Strategy,
     StrategyRun,
     check_counts,
     check_number,
-    load_shared_reducer_state,
-    local_reducer_state,
-    shared_reducer_state,
     wide_dtype,
 )
 from syncline.strategies.local_weights import AveragingRun
@@ -107,26 +105,20 @@ class LocalRun(AveragingRun):
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
         if (self.communicator.codec is not None or halves) and self.communicator.size > 1:
             self._base = [weight.clone() for weight in self.weights]
-        self._reducer: GradientReducer | None = None
+        self._reducer: RunReducer | None = None
         """Reduces the gradients of the synchronous steps."""
         if self._synchronous_for and self.communicator.size > 1:
             self._reducer = self._make_reducer()
         self.deltas.prepare()
 
-    def _make_reducer(self) -> GradientReducer:
-        settings = self.settings
-        return GradientReducer(
+    def _make_reducer(self) -> RunReducer:
+        return RunReducer(
             dict(self.model.named_parameters()),
             self.communicator,
+            self.settings,
             ReductionPolicy(after_backward=self._reduced),
-            ReducerOptions(
-                codec=self.communicator.codec,
-                bucket_bytes=settings.bucket_bytes,
-                check_finite=settings.check_finite,
-                find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
-                seed=settings.seed,
-                diagnose_every=settings.diagnose,
-            ),
+            codec=self.communicator.codec,
+            find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
         )
 
     # Steps.
@@ -196,11 +188,11 @@ class LocalRun(AveragingRun):
     def sync(self, active: bool = True) -> int:
         weight = 1.0 if self.rule.fraction == 1.0 or self._counts() else 0.0
         if self._base is None:
-            reduction = self.deltas.begin([each.clone() for each in self.weights], weight, active)
+            reduction = self.deltas.reduce([each.clone() for each in self.weights], weight, active)
             means, alive = self.deltas.finish(reduction)
         else:
             changes = [each - before for each, before in zip(self.weights, self._base, strict=True)]
-            mean_changes, alive = self.deltas.finish(self.deltas.begin(changes, weight, active))
+            mean_changes, alive = self.deltas.finish(self.deltas.reduce(changes, weight, active))
             means = [before.add_(change) for before, change in zip(self._base, mean_changes, strict=True)]
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             self.note_consensus(means)
@@ -255,8 +247,8 @@ class LocalRun(AveragingRun):
         self._choose_phase()
         if self._base is not None:
             self._base = [weight.clone() for weight in self.weights]
-        if self._reducer is not None and self._reducer.codec_state is not None:
-            self._reducer.codec_state.load([])
+        if self._reducer is not None:
+            self._reducer.load_local_states([])
 
     def _choose_phase(self) -> None:
         """After a load: the number of steps may be beyond the synchronous steps, or before their end again."""
@@ -267,7 +259,7 @@ class LocalRun(AveragingRun):
 
     def shared_state(self) -> dict[str, Any]:
         base = {} if self._base is None else dict(zip(self._names, self._base, strict=True))
-        first = {} if self._reducer is None else {"first": shared_reducer_state(self._reducer)}
+        first = {} if self._reducer is None else {"first": self._reducer.shared_state()}
         return super().shared_state() | {"period": self.period, "since": self._since, "agreed": base, **first}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -275,22 +267,20 @@ class LocalRun(AveragingRun):
         self.period, self._since = int(state.get("period", self.period)), int(state.get("since", 0))
         self._choose_phase()
         if self._reducer is not None:
-            load_shared_reducer_state(self._reducer, state.get("first", {}))
+            self._reducer.load_shared_state(state.get("first", {}))
         if self._base is not None:
             saved = state.get("agreed") or dict(zip(self._names, self.weights, strict=True))
             for before, name in zip(self._base, self._names, strict=True):
                 before.copy_(saved[name])
 
     def local_state(self) -> dict[str, Any]:
-        return {
-            **super().local_state(),
-            **({} if self._reducer is None else {"first": local_reducer_state(self._reducer)}),
-        }
+        first = {} if self._reducer is None else {"first": self._reducer.local_state()}
+        return {**super().local_state(), **first}
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
         if self._reducer is not None and self._reducer.codec_state is not None:
-            self._reducer.codec_state.load([state.get("first", {}) for state in states])
+            self._reducer.load_local_states([state.get("first", {}) for state in states])
             if not all("first" in state for state in states):  # older: one residual for both phases
                 self.deltas.forget()
 

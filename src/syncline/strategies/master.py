@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
-from syncline.server.filters import Filter
 from syncline.server.opening import TreeClient, open_tree
 from syncline.server.rules import Sgd, TorchRule, UpdateRule
 from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_counts, check_flags, check_number
@@ -104,7 +103,7 @@ class MasterRun(ParameterServerRun):
     late_steps = 0
     """Steps of this worker that were late and dropped."""
 
-    def open_client(self, filters: Filter | None) -> Client:
+    def open_client(self) -> Client:
         strategy, numel = self.strategy, self.keys.numel
         options = self.space_options(self.rules, [group.first for group in self.keys.groups])
         if strategy.masters == 1:

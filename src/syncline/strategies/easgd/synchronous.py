@@ -247,7 +247,7 @@ class Centre:
     def begin(self, own: Sequence[Tensor], active: bool) -> None:
         """Begin a round: reduce the differences of this worker's weights from the centre."""
         self._differences = [(weight - value).to(weight.dtype) for weight, value in zip(own, self.values, strict=True)]
-        self._reduction = self._deltas.begin([each.clone() for each in self._differences], 1.0, active)
+        self._reduction = self._deltas.reduce([each.clone() for each in self._differences], 1.0, active)
 
     def finish(self, number: int) -> tuple[list[Tensor], int]:
         """Move the centre, in the round of that number.
@@ -376,7 +376,7 @@ class CentreTree(Centre):
         count = torch.tensor([alive])
         reducer = self._among_leaders
         if reducer is not None:
-            reduction = reducer.begin([each.clone() for each in differences], 1.0, alive > 0)
+            reduction = reducer.reduce([each.clone() for each in differences], 1.0, alive > 0)
             means, active = reducer.finish(reduction)
             means = [mean.clone() for mean in means]
             count.fill_(active)

@@ -50,7 +50,7 @@ from syncline.strategies.base import check_gradients, trained
 from syncline.strategies.gossip.graphs import build_graph
 from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
-from syncline.strategies.parameter_server import ServerChannel
+from syncline.strategies.parameter_server import ServerChannel, loaded_clocks, saved_clocks, set_clocks
 from syncline.transports import Handle, Transport
 from syncline.world import World
 from syncline.world.hooks import ModuleHook
@@ -599,8 +599,7 @@ class PairwiseRun(AsynchronousRun):
         self.wait_for_all("save their weights")
         if self.peers is not None:
             self._saved_weights = self.peers.weights.clone()
-        lost, own = self.world.lost, self._channel.client.clock
-        clocks = [own if rank in lost else clock for rank, clock in enumerate(self._channel.steps())]
+        clocks = saved_clocks(self, self._channel.client)
         self.wait_for_all("go on from a checkpoint")
         return {"clocks": clocks, "workers": self.communicator.size}
 
@@ -626,10 +625,7 @@ class PairwiseRun(AsynchronousRun):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._end_average()
         self._same_size = int(state["workers"]) == self.communicator.size
-        clocks = [int(clock) for clock in state["clocks"]]
-        if len(clocks) != self.communicator.size:
-            clocks = [max(clocks, default=self.stats.steps)] * self.communicator.size
-        self._set_clocks(clocks)
+        self._set_clocks(loaded_clocks(self, state["clocks"]))
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if states:
@@ -653,13 +649,8 @@ class PairwiseRun(AsynchronousRun):
             self.wait_for_all("begin with their weights")
 
     def _set_clocks(self, clocks: list[int]) -> None:
-        client = self._channel.client
         self._channel.settle()
-        self.wait_for_all("set the clocks")
-        if self.communicator.rank == 0:
-            client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
-        self.wait_for_all("go on from these clocks")
-        client.clock = clocks[self.communicator.rank]
+        set_clocks(self, self._channel.client, clocks)
 
 
 def mean_of(rows: Sequence[Tensor]) -> Tensor:

@@ -19,10 +19,10 @@ from syncline.strategies.control import (
     DONE,
     HEADER_WORDS,
     MAX_POSTS,
-    POLL_SECONDS,
     POST_WORDS,
     Post,
     SharedMemoryChannel,
+    poll,
 )
 from syncline.world import World
 
@@ -70,13 +70,15 @@ class WindowChannel(SharedMemoryChannel):
         A worker that cannot be reached has already left.
         """
         super().announce_done()
-        runtime, (interval, longest) = self._world.runtime, POLL_SECONDS
-        until = runtime.now() + self._world.transport.timeout
-        while (waiting := [rank for rank in self.others() if not self._is_done(rank)]) and runtime.now() < until:
-            runtime.sleep(interval)
-            interval = min(2 * interval, longest)
-        if waiting:
-            logger.warning("rank %d leaves while ranks %s may still read its weights", self._world.rank, waiting)
+        now = self._world.runtime.now
+        until = now() + self._world.transport.timeout
+        for _ in poll(self._world.runtime):
+            waiting = [rank for rank in self.others() if not self._is_done(rank)]
+            if not waiting:
+                return
+            if now() >= until:
+                logger.warning("rank %d leaves while ranks %s may still read its weights", self._world.rank, waiting)
+                return
 
     def _is_done(self, rank: int) -> bool:
         try:

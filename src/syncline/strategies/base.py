@@ -47,11 +47,13 @@ from syncline.strategies.uneven import UnevenData
 from syncline.world import allreduce, barrier
 
 __all__ = [
+    "FlatLayout",
     "Preset",
     "RunReducer",
     "RunSettings",
     "Strategy",
     "StrategyRun",
+    "all_tensors",
     "check_counts",
     "check_flags",
     "check_gradients",
@@ -622,6 +624,11 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
 
 
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers by name, detached."""
+    return {plain_name(name): each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+
+
 def mean_of_all(communicator: Communicator, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The mean of each tensor over the workers, without a codec. Every worker calls it.
 
@@ -630,20 +637,46 @@ def mean_of_all(communicator: Communicator, tensors: Sequence[Tensor]) -> list[T
     means = [tensor.detach().clone() for tensor in tensors]
     if communicator.size == 1:
         return means
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_dtype.setdefault(wide_dtype(tensor.dtype), []).append(number)
-    for dtype, numbers in by_dtype.items():
-        flat = torch.cat([means[number].reshape(-1).to("cpu", dtype) for number in numbers])
-        mean = allreduce(flat, op="mean", group=communicator.group)
-        for number, part in zip(numbers, mean.split([tensors[number].numel() for number in numbers]), strict=True):
-            means[number].copy_(part.view(tensors[number].shape))
+    layout = FlatLayout(tensors, wide_dtype)
+    rows = [allreduce(row, op="mean", group=communicator.group) for row in layout.flatten(tensors)]
+    for mean, view in zip(means, layout.views(rows), strict=True):
+        mean.copy_(view)
     return means
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 instead of half precision, so that sums and small steps are not rounded away."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class FlatLayout:
+    """One flat CPU tensor for each dtype of some tensors, and each tensor's view in it.
+
+    `dtype_of` may give the flat tensors another dtype.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], dtype_of: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    ) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            self._by_dtype.setdefault(dtype_of(tensor.dtype), []).append(number)
+
+    def flatten(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """New flat tensors that hold the tensors' values."""
+        return [
+            torch.cat([tensors[number].detach().reshape(-1).to("cpu", dtype) for number in numbers])
+            for dtype, numbers in self._by_dtype.items()
+        ]
+
+    def views(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Each tensor's view in the flat tensors, in the order of the tensors."""
+        views: dict[int, Tensor] = {}
+        for row, numbers in zip(rows, self._by_dtype.values(), strict=True):
+            parts = torch.split_with_sizes(row, [self._shapes[number].numel() for number in numbers])
+            views |= {number: part.view(self._shapes[number]) for number, part in zip(numbers, parts, strict=True)}
+        return [views[number] for number in range(len(self._shapes))]
 
 
 def check_gradients(run: StrategyRun) -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, plain_name
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_counts
+from syncline.strategies.base import FlatLayout, Preset, RunSettings, Strategy, StrategyRun, all_tensors, check_counts
 from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.world import allgather
 from syncline.world.hooks import ModuleHook
@@ -156,9 +156,8 @@ class _EnsembleRun(_AloneRun):
                 self._others = []
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """All tensors of a member: all parameters, including frozen ones, and buffers."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {plain_name(name): tensor.detach() for name, tensor in named}
+        """All tensors of a member, including frozen ones."""
+        return all_tensors(self.model)
 
     def show_agreed(self) -> None:
         tensors = {name: each.detach() for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
@@ -183,15 +182,14 @@ class _EnsembleRun(_AloneRun):
 
     def _gathered(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The tensors of every worker, with one all-gather for each dtype."""
-        members: list[dict[str, Tensor]] = [{} for _ in range(self.communicator.size)]
-        for kind in {tensor.dtype: None for tensor in tensors.values()}:
-            same = {name: tensor for name, tensor in tensors.items() if tensor.dtype == kind}
-            flat = torch.cat([tensor.reshape(-1) for tensor in same.values()]).cpu()
-            rows = allgather(flat.view(1, -1), group=self.communicator.group)
-            for member, row in zip(members, rows, strict=True):
-                pieces = torch.split(row, [tensor.numel() for tensor in same.values()])
-                for (name, tensor), piece in zip(same.items(), pieces, strict=True):
-                    member[name] = piece.view(tensor.shape).to(tensor.device, copy=True)
+        own = list(tensors.values())
+        layout = FlatLayout(own)
+        gathered = [allgather(row.view(1, -1), group=self.communicator.group) for row in layout.flatten(own)]
+        members = []
+        for rank in range(self.communicator.size):
+            views = layout.views([rows[rank] for rows in gathered])
+            copies = [view.to(tensor.device, copy=True) for view, tensor in zip(views, own, strict=True)]
+            members.append(dict(zip(tensors, copies, strict=True)))
         return members
 
     def _note_spread(self, members: Sequence[Mapping[str, Tensor]]) -> None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, check_same, plain_name
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_gradients
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, all_tensors, check_gradients
 from syncline.strategies.control import SharedMemoryChannel
 from syncline.world import World, barrier
 
@@ -72,9 +72,7 @@ class _HogwildRun(AsynchronousRun):
         model, optimizer, communicator = self.model, self.optimizer, self.communicator
         self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen parameters are shared too
         self._buffer_places = _buffer_places(model)
-        own = {
-            plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
+        own = all_tensors(model)
         self._shared = _share(communicator, own)
         words = communicator.group.transport.memory.shared(SharedMemoryChannel.words(communicator.size), torch.int64)
         if communicator.rank == 0:
@@ -180,9 +178,8 @@ class _HogwildRun(AsynchronousRun):
 
     def _load_weights(self, model: nn.Module) -> None:
         """Fill a model with the current weights, and the lowest rank's buffers of its latest step."""
-        with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.detach().copy_(self._shared[plain_name(name)])
+        for name, tensor in all_tensors(model).items():
+            tensor.copy_(self._shared[name])
 
 
 def _check_hosts(world: World) -> None:

@@ -27,8 +27,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import struct
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,7 +34,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -52,6 +49,7 @@ from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
 from syncline.strategies.parameter_server import ServerChannel, loaded_clocks, saved_clocks, set_clocks
 from syncline.transports import Handle, Transport
+from syncline.wire import WireHeader
 from syncline.world import World
 from syncline.world.hooks import ModuleHook
 
@@ -62,12 +60,9 @@ __all__ = ["PairMessage", "PairwiseChannel", "PairwisePeers", "PairwiseRun", "co
 
 logger = logging.getLogger("syncline")
 
-MAGIC = b"SLGP"
-VERSION = 1
-HEADER_FIELDS = struct.Struct("<4sBB2xQQ")
-"""Magic, version, kind, 2 spare bytes, number, bytes of the row."""
-HEADER_CRC = struct.Struct("<I4x")  # the row after it is aligned
-HEADER_BYTES = HEADER_FIELDS.size + HEADER_CRC.size
+HEADER = WireHeader(b"SLGP", version=1, fields="B2xQQ", padding=4)
+"""Kind, 2 spare bytes, number, bytes of the row. The padding aligns the row."""
+HEADER_BYTES = HEADER.nbytes
 
 AVERAGE, READ, DONE, FINAL, OK, REFUSED = range(1, 7)
 """Kinds of messages."""
@@ -97,9 +92,8 @@ class PairMessage:
     def write(kind: int, number: int, row: Tensor | None = None) -> Tensor:
         """The bytes of a message."""
         data = message_buffer(row)
-        fields = HEADER_FIELDS.pack(MAGIC, VERSION, kind, number, data.numel() - HEADER_BYTES)
-        header = fields + HEADER_CRC.pack(zlib.crc32(fields))
-        data[:HEADER_BYTES] = torch.from_numpy(np.frombuffer(header, np.uint8).copy())
+        header = HEADER.pack(kind, number, data.numel() - HEADER_BYTES)
+        data[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         if row is not None:
             data[HEADER_BYTES:].view(row.dtype).copy_(row)
         return data
@@ -107,21 +101,13 @@ class PairMessage:
     @staticmethod
     def read(data: Tensor, peer: int) -> PairMessage:
         """Parse bytes from `peer`; invalid ones raise a `ProtocolError`."""
-        if data.numel() < HEADER_BYTES:
-            raise ProtocolError(f"rank {peer} sent {data.numel()} B, and a header alone has {HEADER_BYTES}", peer=peer)
-        header = data[:HEADER_BYTES].numpy().tobytes()
-        magic, version, kind, number, length = HEADER_FIELDS.unpack_from(header)
-        (checksum,) = HEADER_CRC.unpack_from(header, HEADER_FIELDS.size)
-        if magic != MAGIC or version != VERSION or checksum != zlib.crc32(header[: HEADER_FIELDS.size]):
-            raise ProtocolError(
-                f"rank {peer} sent bytes that are no message of version {VERSION} ({header[:6]!r} …)", peer=peer
-            )
+
+        def refuse(why: str) -> ProtocolError:
+            return ProtocolError(f"rank {peer} sent a message that is refused: {why}", peer=peer)
+
+        kind, number, length = HEADER.read(data[:HEADER_BYTES].numpy().tobytes(), refuse)
         if not AVERAGE <= kind <= REFUSED or length != data.numel() - HEADER_BYTES:
-            raise ProtocolError(
-                f"rank {peer} sent a message of kind {kind} that announces {length} B and has "
-                f"{data.numel() - HEADER_BYTES}",
-                peer=peer,
-            )
+            raise refuse(f"kind {kind}, with {data.numel() - HEADER_BYTES} B instead of {length} B after its header")
         return PairMessage(kind, number, data[HEADER_BYTES:], peer)
 
     def row(self, dtype: torch.dtype, numel: int | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.reduction import Communicator
+from syncline.strategies.base import FlatLayout
 from syncline.strategies.gossip.choco import Choco, Mixing, Neighbours, StepSizes, measure_step_sizes
 from syncline.strategies.gossip.graphs import build_graph
 from syncline.strategies.local_weights import LocalWeightsRun
@@ -43,10 +44,16 @@ class PlainMixing:
     """
 
     def __init__(self, neighbours: Neighbours, weights: Sequence[Tensor]) -> None:
+        for weight in weights:
+            if not weight.is_floating_point():
+                raise IncompatibleError(
+                    f"gossip mixes real numbers, and a parameter of shape {tuple(weight.shape)} is {weight.dtype}: "
+                    "view it as real numbers, or take a strategy that averages gradients, such as allreduce"
+                )
         self._neighbours = neighbours
-        self._layout = _FlatLayout(weights)
-        self._own = self._layout.empty()
-        self._theirs = {source: self._layout.empty() for source in neighbours.sources}
+        self._layout = FlatLayout(weights)
+        self._own = self._layout.flatten(weights)
+        self._theirs = {source: [torch.empty_like(row) for row in self._own] for source in neighbours.sources}
         self._receiving: list[Handle] = []
 
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
@@ -70,35 +77,6 @@ class PlainMixing:
                 difference = row.to(change.dtype).sub_(own) if row.dtype != change.dtype else row.sub_(own)
                 change.add_(difference, alpha=weight)
         return self._layout.views(changes)
-
-
-class _FlatLayout:
-    """One flat CPU tensor for each dtype of the weights, and each weight's view in it."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._by_dtype: dict[torch.dtype, list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            if not tensor.is_floating_point():
-                raise IncompatibleError(
-                    f"gossip mixes real numbers, and a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}: "
-                    "view it as real numbers, or take a strategy that averages gradients, such as allreduce"
-                )
-            self._by_dtype.setdefault(tensor.dtype, []).append(number)
-
-    def empty(self) -> list[Tensor]:
-        return [
-            torch.empty(sum(self._shapes[number].numel() for number in numbers), dtype=dtype)
-            for dtype, numbers in self._by_dtype.items()
-        ]
-
-    def views(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Each weight's view in the flat tensors, in the order of the weights."""
-        views: dict[int, Tensor] = {}
-        for row, numbers in zip(rows, self._by_dtype.values(), strict=True):
-            parts = torch.split_with_sizes(row, [self._shapes[number].numel() for number in numbers])
-            views |= {number: part.view(self._shapes[number]) for number, part in zip(numbers, parts, strict=True)}
-        return [views[number] for number in range(len(self._shapes))]
 
 
 class ConsensusSketch:

@@ -63,6 +63,7 @@ __all__ = [
     "strategy_run",
     "trained",
     "wide_dtype",
+    "with_hint",
 ]
 
 logger = logging.getLogger("syncline")
@@ -536,12 +537,10 @@ class StrategyRun(Run):
         try:
             barrier(self.world.everyone)
         except PeerLostError as error:
-            raise PeerLostError(
-                f"{error}; rank {self.world.rank} has loaded a state into the model after sl.distribute, and waits "
-                "for the other ranks to do the same",
-                peer=error.peer,
-                pending=error.pending,
-                seconds=error.seconds,
+            raise with_hint(
+                error,
+                f"rank {self.world.rank} has loaded a state into the model after sl.distribute, and waits for the "
+                "other ranks to do the same",
             ) from error
 
     def _reload(self) -> None:
@@ -594,6 +593,11 @@ class StrategyRun(Run):
 def _no_run() -> None:
     """The value of a pickled run when it is loaded: None."""
     return
+
+
+def with_hint(error: PeerLostError, hint: str) -> PeerLostError:
+    """The same error with a hint for the user."""
+    return PeerLostError(f"{error}; {hint}", peer=error.peer, pending=error.pending, seconds=error.seconds)
 
 
 def check_counts(strategy: Strategy, **least: int) -> None:

@@ -139,7 +139,6 @@ class _HogwildRun(AsynchronousRun):
         self.resume_steps()
 
     def detach(self) -> None:
-        self._channel.finish()
         super().detach()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()  # after an error the other workers may still train

@@ -37,7 +37,7 @@ from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule
 from syncline.server.shard import NO_CLOCK
 from syncline.specs import parse
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, loss_scale
+from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, loss_scale, with_hint
 from syncline.strategies.control import ControlChannel, poll
 from syncline.strategies.gradient_pusher import GradientPusher, check_filters, group_bounds
 from syncline.strategies.key_map import KeyMap, read_optimizer, write_optimizer
@@ -352,9 +352,7 @@ class ParameterServerRun(AsynchronousRun):
             words = "" if error.peer is None else self.explain_lost(error.peer)
             if not words:
                 raise
-            raise PeerLostError(
-                f"{error}; {words}", peer=error.peer, pending=error.pending, seconds=error.seconds
-            ) from error
+            raise with_hint(error, words) from error
 
     def count_bytes(self) -> None:
         """Add the client's new bytes to the stats."""

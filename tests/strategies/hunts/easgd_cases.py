@@ -121,7 +121,7 @@ class Rows(nn.Module):
     def fill(self, run: ElasticRun | ServerElasticRun, row: Tensor) -> None:
         """Put this worker elsewhere, at rest."""
         with torch.no_grad():
-            for own in ([self.first, self.second], [] if run.lookahead is None else run.lookahead.own):
+            for own in ([self.first, self.second], run.lookahead.x.values()):
                 for number, tensor in enumerate(own):
                     tensor.copy_(row[number * NUMEL : (number + 1) * NUMEL])
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from syncline.server import Client, Future, open_space, server_network
-from syncline.strategies.easgd.synchronous import DEFAULT_TOTAL_PULL, NesterovLookahead, groups_of, subtract
+from syncline.strategies.easgd.synchronous import DEFAULT_TOTAL_PULL, NesterovLookahead, groups_of
 from syncline.strategies.parameter_server import ReplicaRun
 
 if TYPE_CHECKING:
@@ -49,10 +49,9 @@ class ServerElasticRun(ReplicaRun):
         self.alpha = self.strategy.alpha_in(self.groups, self.communicator.rank)
         self.steps_since_average = 0
         """Steps since the last exchange."""
-        named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
-        self.lookahead: NesterovLookahead | None = None
-        if self.strategy.momentum and self.communicator.size > 1:
-            self.lookahead = NesterovLookahead(named, self.strategy.momentum)
+        self._named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
+        momentum = self.strategy.momentum if self.communicator.size > 1 else 0.0
+        self.lookahead = NesterovLookahead(self._named, momentum)
         self.difference = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The values of the latest push. They must not change until it has arrived."""
         self._difference_views = self.keys.views(self.difference)
@@ -71,7 +70,7 @@ class ServerElasticRun(ReplicaRun):
     @property
     def own(self) -> list[Tensor]:
         """This worker's x. With momentum the model holds the look-ahead point instead."""
-        return [each.detach() for each in self.parameters] if self.lookahead is None else self.lookahead.own
+        return self.lookahead.own
 
     def before_step(self) -> None:
         if self.steps_since_average + 1 >= self.strategy.period and self.communicator.size > 1:
@@ -80,11 +79,8 @@ class ServerElasticRun(ReplicaRun):
     def after_step(self) -> None:
         self.steps_since_average += 1
         with torch.no_grad():
-            weights, back, self._back = [each.detach() for each in self.parameters], self._back, None
-            if self.lookahead is not None:
-                self.lookahead.after_step(weights, back)
-            else:
-                subtract(weights, back)
+            back, self._back = self._back, None
+            self.lookahead.after_step(back)
         if self.steps_since_average >= self.strategy.period:
             self.steps_since_average = 0
             if self.communicator.size == 1:
@@ -101,34 +97,27 @@ class ServerElasticRun(ReplicaRun):
     def restart(self) -> None:
         super().restart()
         self.steps_since_average, self._back = 0, None
-        if self.lookahead is not None:
-            self.lookahead.reset([each.detach() for each in self.parameters])
+        self.lookahead.reset()
 
     def local_state(self) -> dict[str, Any]:
-        ahead = {} if self.lookahead is None else {"x": self.lookahead.state()}
-        weights = {
-            field.name: each.detach().clone() for field, each in zip(self.keys.parameters, self.parameters, strict=True)
-        }
-        return {**super().local_state(), "weights": weights, "since": self.steps_since_average, **ahead}
+        weights = {name: each.detach().clone() for name, each in self._named.items()}
+        own = {"weights": weights, "since": self.steps_since_average}
+        return {**super().local_state(), **own, **self.lookahead.state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """A worker that the checkpoint does not know begins at the centre."""
         super().load_shared_state(state)
-        if self.lookahead is not None:
-            self.lookahead.reset([each.detach() for each in self.parameters])
+        self.lookahead.reset()
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
         if not states:
             return
         own = states[0]
-        for field, each in zip(self.keys.parameters, self.parameters, strict=True):
-            each.detach().copy_(own["weights"][field.name])
+        for name, each in self._named.items():
+            each.detach().copy_(own["weights"][name])
         self.steps_since_average = int(own.get("since", 0))
-        if self.lookahead is not None:
-            self.lookahead.load(own["x"]) if "x" in own else self.lookahead.reset(
-                [each.detach() for each in self.parameters]
-            )
+        self.lookahead.load(own)
 
     # Within.
 

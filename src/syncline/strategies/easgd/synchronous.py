@@ -58,9 +58,7 @@ class ElasticRun(AveragingRun):
         strategy, communicator = self.strategy, self.communicator
         self._since = 0
         """Steps since the last round."""
-        self.lookahead: NesterovLookahead | None = None
-        if strategy.momentum and communicator.size > 1:
-            self.lookahead = NesterovLookahead(self._names, strategy.momentum)
+        self.lookahead = NesterovLookahead(self._names, strategy.momentum if communicator.size > 1 else 0.0)
         self.centre: Centre
         groups = groups_of(self.world, strategy.centres)
         alpha = strategy.alpha_in(groups, communicator.rank)
@@ -82,7 +80,7 @@ class ElasticRun(AveragingRun):
     @property
     def own(self) -> list[Tensor]:
         """This worker's x. With momentum its parameters are at x + δ v."""
-        return self.weights if self.lookahead is None else self.lookahead.own
+        return self.lookahead.own
 
     def before_step(self) -> None:
         if self._since + 1 >= self.strategy.period:
@@ -90,19 +88,12 @@ class ElasticRun(AveragingRun):
 
     def after_step(self) -> None:
         self._since += 1
-        pull = self._finish_round()[0] if self.centre.in_progress else None
-        if self.lookahead is not None:
-            self.lookahead.after_step(self.weights, pull)
-        elif pull is not None:
-            subtract(self.weights, pull)
+        self.lookahead.after_step(self._finish_round()[0] if self.centre.in_progress else None)
 
     def sync(self, active: bool = True) -> int:
         self._begin_round(active)
         pull, alive = self._finish_round()
-        if self.lookahead is not None:
-            self.lookahead.subtract(self.weights, pull)
-        else:
-            subtract(self.weights, pull)
+        self.lookahead.subtract(pull)
         return alive
 
     def model_of_all(self) -> list[Tensor]:
@@ -130,8 +121,7 @@ class ElasticRun(AveragingRun):
         super().restart()
         self._since = 0
         self.centre.reset(self.weights)
-        if self.lookahead is not None:
-            self.lookahead.reset(self.weights)
+        self.lookahead.reset()
 
     def shared_state(self) -> dict[str, Any]:
         return {**super().shared_state(), **self.centre.shared_state()}
@@ -146,18 +136,15 @@ class ElasticRun(AveragingRun):
         if int(state.get("workers", 0)) == 1 or (self.rounds < self._first_round and not self.same_size):
             self.centre.reset(self.weights)
         self.set_weights(self.centre.root)
-        if self.lookahead is not None:
-            self.lookahead.reset(self.weights)
+        self.lookahead.reset()
 
     def own_state(self) -> dict[str, Any]:
-        momentum = {} if self.lookahead is None else {"x": self.lookahead.state()}
-        return {"since": self._since, **self.centre.own_state(), **momentum}
+        return {"since": self._since, **self.centre.own_state(), **self.lookahead.state()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         self._since = int(state["since"])
         self.centre.load_own_state(state)
-        if self.lookahead is not None:
-            self.lookahead.load(state["x"]) if "x" in state else self.lookahead.reset(self.weights)
+        self.lookahead.load(state)
 
     def detach(self) -> None:
         super().detach()
@@ -165,47 +152,64 @@ class ElasticRun(AveragingRun):
 
 
 class NesterovLookahead:
-    """Nesterov's momentum around an optimizer that has none: v ← δ v − η g(x + δ v),  x ← x + v.
+    """A worker's x, with Nesterov's momentum around an optimizer that has none: v ← δ v − η g(x + δ v),  x ← x + v.
 
     ::
 
         between steps the parameters hold      x + δ v                the point of the next gradient
         the optimizer's step makes of it       x + δ v − η g = x + v  the new x
         so                                     v = new x − old x
+
+    With a momentum of 0 the parameters hold x itself.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], momentum: float) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], momentum: float) -> None:
+        self._parameters = dict(parameters)
         self._momentum = momentum
-        self._names = list(weights)
-        self.own = [weight.detach().clone() for weight in weights.values()]
-        """x. The parameters are at x + δ v."""
+        self.x = {name: each.detach().clone() for name, each in parameters.items()} if momentum else {}
+        """x by name, if it differs from the parameters."""
 
-    def after_step(self, weights: Sequence[Tensor], pull: Sequence[Tensor] | None = None) -> None:
+    @property
+    def own(self) -> list[Tensor]:
+        """x."""
+        return list(self.x.values()) if self._momentum else self._weights()
+
+    def after_step(self, pull: Sequence[Tensor] | None) -> None:
         """Call after the optimizer's step: update x, subtract `pull`, and move the parameters to x + δ v again."""
+        weights = self._weights()
+        if not self._momentum:
+            subtract(weights, pull)
+            return
         velocity = [weight - before for weight, before in zip(weights, self.own, strict=True)]
-        self.reset(weights)
+        self.reset()
         subtract(self.own, pull)
         for weight, own, speed in zip(weights, self.own, velocity, strict=True):
             torch.add(own, speed, alpha=self._momentum, out=weight)
 
-    def subtract(self, weights: Sequence[Tensor], pull: Sequence[Tensor]) -> None:
+    def subtract(self, pull: Sequence[Tensor]) -> None:
         """Subtract `pull` from x and from the parameters, outside a step."""
-        subtract(self.own, pull)
-        subtract(weights, pull)
+        if self._momentum:
+            subtract(self.own, pull)
+        subtract(self._weights(), pull)
 
-    def reset(self, weights: Sequence[Tensor]) -> None:
+    def reset(self) -> None:
         """Set the velocity to zero: x is what the parameters hold."""
-        for own, weight in zip(self.own, weights, strict=True):
-            own.copy_(weight)
+        for name, own in self.x.items():
+            own.copy_(self._parameters[name].detach())
 
-    def state(self) -> dict[str, Tensor]:
-        """x by the parameters' names."""
-        return {name: own.clone() for name, own in zip(self._names, self.own, strict=True)}
+    def state(self) -> dict[str, Any]:
+        return {"x": {name: own.clone() for name, own in self.x.items()}} if self._momentum else {}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore `state`."""
-        for name, own in zip(self._names, self.own, strict=True):
-            own.copy_(state[name])
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore `state`. A checkpoint without momentum has no x."""
+        if "x" not in state:
+            self.reset()
+            return
+        for name, own in self.x.items():
+            own.copy_(state["x"][name])
+
+    def _weights(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self._parameters.values()]
 
 
 def subtract(tensors: Sequence[Tensor], pull: Sequence[Tensor] | None) -> None:

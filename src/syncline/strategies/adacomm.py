@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import SpecError
-from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_counts, check_number
+from syncline.strategies.base import Preset, Strategy, StrategyRun, check_counts, check_number
 from syncline.strategies.local import STATE_MODES, Local, LocalRun
 from syncline.world import allreduce
 
@@ -71,10 +69,8 @@ class AdaComm(Strategy):
         if self.state not in STATE_MODES:
             raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(STATE_MODES)}")
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return _AdaCommRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _AdaCommRun
 
 
 def next_period(start: int, period: int, loss: float, slower: float = 1.0, before: float = 1.0) -> int:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, ReductionPass, ReductionPolicy, plain_name
-from syncline.strategies.base import Preset, RunReducer, RunSettings, Strategy, StrategyRun, check_counts
+from syncline.reduction import ReductionPass, ReductionPolicy, plain_name
+from syncline.strategies.base import Preset, RunReducer, Strategy, StrategyRun, check_counts
 
 __all__ = ["AllReduce"]
 
@@ -74,10 +74,8 @@ class AllReduce(Strategy):
         """With a delay the state has the gradients in flight."""
         return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return _AllReduceRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _AllReduceRun
 
 
 class _StepGradients(Protocol):

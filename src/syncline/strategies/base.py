@@ -7,15 +7,14 @@ Run                 the user's view (run.py)
    └─ AsynchronousRun     each worker trains at its own pace (asynchronous.py)
 ```
 
-A strategy author writes a frozen dataclass with `attach`, and a subclass of one of these runs. The subclass registers
-hooks on the model and the optimizer in `hooks`, and overrides what it needs of the methods below "Contract".
+A strategy author writes a frozen dataclass with `run_type`, and a subclass of one of these runs. The subclass registers
+hooks on the model and the optimizer in `setup`, and overrides what it needs of the methods below "Contract".
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -103,7 +102,7 @@ class Preset:
     """The backend that it needs, such as "mpi"; None: any."""
 
 
-class Strategy(ABC):
+class Strategy:
     """When workers communicate, with which workers, and what they exchange.
 
     A frozen dataclass whose fields are its arguments.
@@ -126,11 +125,15 @@ class Strategy(ABC):
         if not self.reduces_gradients:
             check_no_gradient_options(codec, repr(self))
 
-    @abstractmethod
+    def run_type(self) -> type[StrategyRun]:
+        """The class of its runs. A strategy overrides this method, or `attach`."""
+        raise NotImplementedError(f"{type(self).__name__} has neither run_type() nor attach()")
+
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         """Start to synchronise the workers' models, by hooks on the model and the optimizer."""
+        return self.run_type()(self, model, optimizer, communicator, settings)
 
     @property
     def state_format(self) -> str:
@@ -198,7 +201,12 @@ class StrategyRun(Run):
         self._closed = False
         self._own: dict[str, Tensor] | None = None
         """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
-        self.setup()
+        try:
+            self.setup()
+        except BaseException:  # no hook of a run that does not exist stays behind
+            StrategyRun.detach(self)
+            self.watch.close()
+            raise
 
     def setup(self) -> None:
         """Make the strategy's own attributes and hooks. The constructor calls it at its end."""

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import SpecError
-from syncline.reduction import Communicator, ReductionPass
+from syncline.reduction import ReductionPass
 from syncline.strategies.base import (
     Preset,
-    RunSettings,
     Strategy,
     StrategyRun,
     check_counts,
@@ -74,10 +72,8 @@ class DiLoCo(Strategy):
                 f"{self.delay}: a delay of at most {self.period}"
             )
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return DiLoCoRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return DiLoCoRun
 
 
 def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momentum: float) -> tuple[Tensor, Tensor]:

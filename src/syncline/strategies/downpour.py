@@ -22,12 +22,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from syncline.errors import PeerLostError
-from syncline.reduction import Communicator
 from syncline.server import Future
-from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_counts, check_flags, check_number
+from syncline.strategies.base import Preset, StrategyRun, check_counts, check_flags, check_number
 from syncline.strategies.control import poll
 from syncline.strategies.parameter_server import ParameterServerStrategy, ReplicaRun, ServerOptions
 from syncline.world.hooks import ModuleHook
@@ -71,10 +69,8 @@ class Downpour(ParameterServerStrategy):
     def server_options(self) -> ServerOptions:
         return ServerOptions(rule=self.rule, lr=self.lr, slack=None, filters=self.filters, stride=self.push)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return DownpourRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return DownpourRun
 
 
 class DownpourRun(ReplicaRun):

@@ -24,11 +24,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, plain_name
-from syncline.strategies.base import FlatLayout, Preset, RunSettings, Strategy, StrategyRun, all_tensors, check_counts
+from syncline.reduction import plain_name
+from syncline.strategies.base import FlatLayout, Preset, Strategy, StrategyRun, all_tensors, check_counts
 from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.world import allgather
 from syncline.world.hooks import ModuleHook
@@ -51,11 +50,8 @@ class Average(Strategy):
     name: ClassVar[str] = "average"
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="average"),)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        _refuse_codec(self, communicator)
-        return _AloneRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _AloneRun
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,13 +78,8 @@ class Ensemble(Strategy):
         if self.seed is not None:
             check_counts(self, seed=0)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        _refuse_codec(self, communicator)
-        if self.seed is not None and communicator.size > 1:
-            _draw_weights(self, model, communicator.rank)
-        return _EnsembleRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _EnsembleRun
 
 
 def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> Tensor:
@@ -115,6 +106,15 @@ class _AloneRun(LocalWeightsRun):
     needs_every_step = False
     first_exchange = None
 
+    def setup(self) -> None:
+        super().setup()
+        codec = self.communicator.codec
+        if codec is not None:
+            raise IncompatibleError(
+                f"{self.strategy!r} sends nothing while it trains that {codec!r} could make smaller: leave the codec "
+                "out, or take local(period=…)"
+            )
+
     def after_step(self) -> None:
         """No communication."""
 
@@ -129,6 +129,8 @@ class _EnsembleRun(_AloneRun):
 
     def setup(self) -> None:
         super().setup()
+        if self.strategy.seed is not None and self.communicator.size > 1:
+            _draw_weights(self.strategy, self.model, self.communicator.rank)
         self._evaluating = False
         """Whether the members are being evaluated: they are the model itself, with other weights."""
         self._others: list[dict[str, Tensor]] = []
@@ -215,14 +217,6 @@ class _EnsembleRun(_AloneRun):
         finally:
             self._evaluating = False
         return mean_prediction([output, *others], self.strategy.mean)
-
-
-def _refuse_codec(strategy: Strategy, communicator: Communicator) -> None:
-    if communicator.codec is not None:
-        raise IncompatibleError(
-            f"{strategy!r} sends nothing while it trains that {communicator.codec!r} could make smaller: leave the "
-            "codec out, or take local(period=…)"
-        )
 
 
 def _draw_weights(strategy: Ensemble, model: nn.Module, rank: int) -> None:

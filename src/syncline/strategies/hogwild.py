@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, check_same, plain_name
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, all_tensors, check_gradients
+from syncline.strategies.base import Preset, Strategy, StrategyRun, all_tensors, check_gradients
 from syncline.strategies.control import SharedMemoryChannel
-from syncline.world import World, barrier
+from syncline.world import barrier
 
 __all__ = ["Hogwild"]
 
@@ -47,28 +47,14 @@ class Hogwild(Strategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="hogwild", momentum=0.5, scaling="none", one_host=True),)
     asynchronous = True
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        _check_hosts(communicator.world)
-        if communicator.codec is not None:
-            raise IncompatibleError(
-                f"hogwild sends nothing that {communicator.codec!r} could make smaller: leave the codec out"
-            )
-        places = {plain_name(name): parameter.device.type for name, parameter in model.named_parameters()}
-        check_same(communicator, "devices", places)
-        elsewhere = next((name for name, device in places.items() if device != "cpu"), None)
-        if elsewhere is not None:
-            raise IncompatibleError(
-                f"hogwild shares the memory of the CPU, and {elsewhere} is on {places[elsewhere]}: keep the model on "
-                "the CPU, or take another strategy"
-            )
-        return _HogwildRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _HogwildRun
 
 
 class _HogwildRun(AsynchronousRun):
     def setup(self) -> None:
         super().setup()
+        self._check_memory_is_shared()
         model, optimizer, communicator = self.model, self.optimizer, self.communicator
         self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen parameters are shared too
         self._buffer_places = _buffer_places(model)
@@ -91,6 +77,29 @@ class _HogwildRun(AsynchronousRun):
         self.hooks = [optimizer.register_step_post_hook(self._after_step)]
         if self.settings.check_finite:
             self.hooks.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def _check_memory_is_shared(self) -> None:
+        """Refuse workers on several hosts, a codec, and a model on a GPU."""
+        hosts = list(dict.fromkeys(self.world.hosts))
+        if len(hosts) > 1:
+            shown = ", ".join(hosts[:8]) + (", …" if len(hosts) > 8 else "")
+            size = self.world.size
+            raise IncompatibleError(
+                f"hogwild shares memory, and the {size} workers are on {len(hosts)} hosts ({shown}): run them on one, "
+                "or take a strategy that sends, such as downpour (a simulated network has one host with "
+                f"ranks_per_host={size} and inside=Link(…))"
+            )
+        codec = self.communicator.codec
+        if codec is not None:
+            raise IncompatibleError(f"hogwild sends nothing that {codec!r} could make smaller: leave the codec out")
+        devices = {plain_name(name): parameter.device.type for name, parameter in self.model.named_parameters()}
+        check_same(self.communicator, "devices", devices)
+        for name, device in devices.items():
+            if device != "cpu":
+                raise IncompatibleError(
+                    f"hogwild shares the memory of the CPU, and {name} is on {device}: keep the model on the CPU, or "
+                    "take another strategy"
+                )
 
     def control_channel(self) -> SharedMemoryChannel:
         return self._channel
@@ -179,17 +188,6 @@ class _HogwildRun(AsynchronousRun):
         """Fill a model with the current weights, and the lowest rank's buffers of its latest step."""
         for name, tensor in all_tensors(model).items():
             tensor.copy_(self._shared[name])
-
-
-def _check_hosts(world: World) -> None:
-    hosts = list(dict.fromkeys(world.hosts))
-    if len(hosts) > 1:
-        shown = ", ".join(hosts[:8]) + (", …" if len(hosts) > 8 else "")
-        raise IncompatibleError(
-            f"hogwild shares memory, and the {world.size} workers are on {len(hosts)} hosts ({shown}): run them on "
-            "one, or take a strategy that sends, such as downpour (a simulated network has one host with "
-            f"ranks_per_host={world.size} and inside=Link(…))"
-        )
 
 
 def _share(communicator: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:

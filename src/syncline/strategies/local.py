@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, ReductionPass, ReductionPolicy
+from syncline.reduction import ReductionPass, ReductionPolicy
 from syncline.strategies.base import (
     Preset,
     RunReducer,
-    RunSettings,
     Strategy,
     StrategyRun,
     check_counts,
@@ -73,10 +71,8 @@ class Local(Strategy):
             raise SpecError(f"local(state={self.state!r}): one of {', '.join(STATE_MODES)}")
         check_number(self, "fraction", "a part of the workers, above 0 and at most 1", lambda part: 0 < part <= 1)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return LocalRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return LocalRun
 
 
 class LocalRun(AveragingRun):

@@ -23,15 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-from torch.optim import Optimizer
-
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
 from syncline.server.opening import TreeClient, open_tree
 from syncline.server.rules import Sgd, TorchRule, UpdateRule
-from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_counts, check_flags, check_number
+from syncline.strategies.base import Preset, StrategyRun, check_counts, check_flags, check_number
 from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
 
 __all__ = ["Master", "momentum_left"]
@@ -90,10 +86,8 @@ class Master(ParameterServerStrategy):
         slack = 0 if self.sync else None
         return ServerOptions(slack=slack, synchronous=self.sync, quorum=self.fraction, damped=self.damp)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return MasterRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return MasterRun
 
 
 class MasterRun(ParameterServerRun):

@@ -17,7 +17,7 @@ strategy decides how long a read waits for other workers.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Chooser, Codec
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.reduction import Communicator
 from syncline.server import Client, Future, Post, ServerNetwork, open_space, server_network, watch_space
 from syncline.server.filters import Cache, build_filter
 from syncline.server.protocol import MAX_INFLIGHT_REQUESTS
@@ -37,7 +36,7 @@ from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule
 from syncline.server.shard import NO_CLOCK
 from syncline.specs import parse
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, loss_scale, with_hint
+from syncline.strategies.base import Strategy, StrategyRun, check_gradients, loss_scale, with_hint
 from syncline.strategies.control import ControlChannel, poll
 from syncline.strategies.gradient_pusher import GradientPusher, check_filters, group_bounds
 from syncline.strategies.key_map import KeyMap, read_optimizer, write_optimizer
@@ -70,16 +69,14 @@ class ServerOptions:
     """Steps for each tick of a worker's clock."""
 
 
-class ParameterServerStrategy(Strategy):
+class ParameterServerStrategy(Strategy, ABC):
     """A strategy whose weights are at servers. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def server_options(self) -> ServerOptions: ...
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return ParameterServerRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return ParameterServerRun
 
     @property
     def asynchronous(self) -> bool:

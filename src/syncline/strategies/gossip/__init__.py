@@ -12,12 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import nn
-from torch.optim import Optimizer
-
-from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_counts, check_flags, check_number
+from syncline.errors import SpecError
+from syncline.strategies.base import Preset, Strategy, StrategyRun, check_counts, check_flags, check_number
 from syncline.strategies.gossip.graphs import GRAPHS, Graph, Matrix, build_graph, check_graph, metropolis
 from syncline.strategies.gossip.pairwise import PairwiseRun
 from syncline.strategies.gossip.synchronous import GossipRun
@@ -74,20 +70,5 @@ class Gossip(Strategy):
     def state_format(self) -> str:
         return "gossip(pairwise=True)" if self.pairwise else "gossip"
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        codec = communicator.codec
-        if self.pairwise:
-            if codec is not None:
-                raise IncompatibleError(
-                    f"gossip(pairwise=True) averages two workers' weights as they are, and {codec!r} would lose parts "
-                    "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
-                )
-            return PairwiseRun(self, model, optimizer, communicator, settings)
-        if self.gamma is not None and codec is None:
-            raise IncompatibleError(
-                f"gossip(gamma={self.gamma!r}) without a codec: gamma is how far compressed differences go; give "
-                "distribute a codec, or leave gamma out"
-            )
-        return GossipRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return PairwiseRun if self.pairwise else GossipRun

@@ -377,6 +377,12 @@ class PairwiseRun(AsynchronousRun):
 
     def setup(self) -> None:
         super().setup()
+        codec = self.communicator.codec
+        if codec is not None:
+            raise IncompatibleError(
+                f"gossip(pairwise=True) averages two workers' weights as they are, and {codec!r} would lose parts "
+                "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
+            )
         model, optimizer, world = self.model, self.optimizer, self.world
         self.graph = build_graph(self.strategy.graph, self.communicator.size)
         self._names = trained(model)

@@ -119,6 +119,12 @@ class GossipRun(LocalWeightsRun):
 
     def setup(self) -> None:
         super().setup()
+        gamma = self.strategy.gamma
+        if gamma is not None and self.communicator.codec is None:
+            raise IncompatibleError(
+                f"gossip(gamma={gamma!r}) without a codec: gamma is how far compressed differences go; give "
+                "distribute a codec, or leave gamma out"
+            )
         self.graph = build_graph(self.strategy.graph, self.communicator.size)
         self._beside = self.strategy.form == "beside"
         self._since = 0

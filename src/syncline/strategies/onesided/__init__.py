@@ -25,11 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, PeerLostError
-from syncline.reduction import Communicator
 from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import (
     Preset,
-    RunSettings,
     Strategy,
     StrategyRun,
     check_counts,
@@ -72,15 +70,8 @@ class OneSided(Strategy):
         for key in ("part",) if self.pull is None else ("part", "pull"):
             check_number(self, key, "a number above 0, at most 1", lambda value: 0 < value <= 1)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        if communicator.codec is not None:
-            raise IncompatibleError(
-                f"onesided puts states into memory as they are, and nobody is there to decode {communicator.codec!r}: "
-                "leave the codec out, and send less with part=0.25 or every=4"
-            )
-        return OneSidedRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return OneSidedRun
 
     def draw(self, rank: int, number: int, workers: int, numel: int) -> tuple[int, int, int]:
         """The target of a worker's message of that number, its first element, and the number of elements.
@@ -102,6 +93,12 @@ class OneSidedRun(AsynchronousRun):
 
     def setup(self) -> None:
         super().setup()
+        codec = self.communicator.codec
+        if codec is not None:
+            raise IncompatibleError(
+                f"onesided puts states into memory as they are, and nobody is there to decode {codec!r}: leave the "
+                "codec out, and send less with part=0.25 or every=4"
+            )
         world, model, optimizer, strategy = self.world, self.model, self.optimizer, self.strategy
         self.keys = KeyMap.of(model, optimizer)
         self.synchronised = {id(parameter) for parameter in self.keys.trains(model)}

@@ -258,10 +258,7 @@ class StrategyRun(Run):
     # Contract: steps.
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """Set the weight of this worker's next gradients in the mean, usually 1. `uneven`: others' may differ.
-
-        By default nothing: the worker's step is that of its own batch, of any size.
-        """
+        """Set the weight of this worker's next gradients in the mean, usually 1. `uneven`: others' may differ."""
 
     def join_idle(self) -> bool:
         """Take part in a step of the others without data. Returns whether any worker had data."""

@@ -141,6 +141,8 @@ class ParameterServerRun(AsynchronousRun):
         self.pushed: list[Future] = []
         """Pushes that this worker has not waited for."""
         self.client = self.open_client()
+        self.encoded = communicator.codec is not None
+        """Whether replies with weights are encoded."""
         self.pusher = GradientPusher(self.client, self.keys, model, self._filters, options.factors)
         self.pulls_with_push = self.pusher.plain and _fits_in_flight(self.client, self.keys)
         """Whether a step's pushes and pulls share their messages."""
@@ -319,11 +321,6 @@ class ParameterServerRun(AsynchronousRun):
     def finish_requests(self) -> None:
         """Wait for all requests of this worker."""
         self.finish_pushes()
-
-    @property
-    def encoded(self) -> bool:
-        """Whether replies with weights are encoded."""
-        return self.communicator.codec is not None
 
     @contextmanager
     def timed_wait(self, what: str) -> Iterator[None]:

@@ -267,7 +267,7 @@ class OneSidedRun(AsynchronousRun):
 
 
 def __getattr__(name: str) -> Any:
-    """The solvers were here before."""
+    """The solvers were here before, and are found with a warning."""
     solvers = importlib.import_module("syncline.solvers")
     if name not in solvers.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

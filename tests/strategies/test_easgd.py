@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
 from syncline.strategies.easgd import EASGD
-from syncline.strategies.easgd.run import ElasticRun
+from syncline.strategies.easgd.synchronous import ElasticRun
 from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.testing import Pool
 from syncline.transports import Transport

@@ -43,7 +43,7 @@ def test_without_a_rate_the_sum_stays(dedicated: int, momentum: float) -> None:
         model = Bowl()
         optimizer, run = distributed(model, EASGD(period=2, sync=False, momentum=momentum), 0.0)
         with torch.no_grad():
-            for own in (model.x, *([] if run.lookahead is None else run.lookahead.own)):
+            for own in (model.x, *run.lookahead.x.values()):
                 own.fill_(starts[world.rank])
         world.barrier()
         for _ in range(9):

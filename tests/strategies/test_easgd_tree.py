@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import IncompatibleError
 from syncline.strategies.easgd import EASGD
-from syncline.strategies.easgd.centre import groups_of
+from syncline.strategies.easgd.synchronous import groups_of
 from tests.strategies.cases import backward, data, flat, mlp
 from tests.strategies.hunts.easgd_bowls import Bowl, distributed, shown, step
 from tests.strategies.served_cases import results

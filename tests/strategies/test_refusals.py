@@ -254,6 +254,21 @@ class _Lines(logging.Handler):
             self.told.touch()
 
 
+@pytest.mark.parametrize(("strategy", "codec"), [("gossip(gamma=0.5)", None), ("average", "quantize(4)")])
+def test_a_refused_strategy_leaves_no_hooks_behind(strategy: str, codec: str | None) -> None:
+    def work(world: sl.World) -> int:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(sl.errors.IncompatibleError, match="codec"):
+            sl.distribute(model, optimizer, strategy=strategy, codec=codec)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+        return run.stats.steps
+
+    assert sl.simulate(work, ranks=2).results == (1, 1)
+
+
 def test_collective_is_the_old_name_of_algorithm() -> None:
     model = mlp()
     with sl.init():

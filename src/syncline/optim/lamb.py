@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from syncline.errors import SpecError
-from syncline.optim.base import batches, check_exclude, fraction, norms, not_negative, positive
+from syncline.optim.base import LayerwiseOptimizer, fraction, norms, positive
 
 __all__ = ["LAMB"]
 
 
-class LAMB(Optimizer):
+class LAMB(LayerwiseOptimizer):
     """Adam whose step is as long, in each layer, as the layer's weights times the rate.
 
         m ← β₁·m + (1 − β₁)·g,   v ← β₂·v + (1 − β₂)·g²
@@ -50,50 +48,29 @@ class LAMB(Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "exclude": exclude}
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. torch calls it also for the groups of the constructor."""
-        options = {**self.defaults, **param_group}
-        if not isinstance(options["lr"], Tensor):
-            not_negative("lr", options["lr"])
+    def check_options(self, options: dict[str, Any]) -> None:
         if not isinstance(options["betas"], (tuple, list)) or len(options["betas"]) != 2:
             raise SpecError(f"betas must be two numbers, such as (0.9, 0.999), not {options['betas']!r}")
         for beta in options["betas"]:
             fraction("each of betas", beta, below_one=True)
         positive("eps", options["eps"])
-        not_negative("weight_decay", options["weight_decay"])
-        check_exclude(options["exclude"])
-        super().add_param_group(param_group)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step. `closure`, if given, computes the loss and the gradients first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters, gradients, adapted in batches(group, "LAMB"):
-                moves = self._adams(parameters, gradients, group)
-                if adapted:
-                    _fit(parameters, moves, group["weight_decay"])
-                torch._foreach_add_(parameters, moves, alpha=-float(group["lr"]))
-        return loss
+    def moves(
+        self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any], adapted: bool
+    ) -> list[Tensor]:
+        moves = self._adams(parameters, gradients, group)
+        if adapted:
+            _fit(parameters, moves, group["weight_decay"])
+        return moves
 
     def _adams(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """m̂ / (√v̂ + eps) for each parameter, in new tensors."""
         for parameter in parameters:
-            if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = torch.tensor(
-                    0.0, dtype=torch.float32
-                )  # a tensor on the host, as torch's Adam has it
-                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)  # a tensor on the host, as torch's Adam has it
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
         means: list[Tensor] = [state["exp_avg"] for state in states]
         squares: list[Tensor] = [state["exp_avg_sq"] for state in states]

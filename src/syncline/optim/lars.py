@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from syncline.errors import SpecError
-from syncline.optim.base import batches, check_exclude, fraction, norms, not_negative, positive
+from syncline.optim.base import LayerwiseOptimizer, fraction, norms, positive
 
 __all__ = ["LARS"]
 
 
-class LARS(Optimizer):
+class LARS(LayerwiseOptimizer):
     """SGD with momentum whose rate is adapted to each layer, for batches of thousands.
 
         local = trust · ‖w‖ / (‖g‖ + decay · ‖w‖)        1 if ‖w‖ or ‖g‖ is 0
@@ -61,40 +59,16 @@ class LARS(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. torch calls it also for the groups of the constructor."""
-        options = {**self.defaults, **param_group}
-        if not isinstance(options["lr"], Tensor):
-            not_negative("lr", options["lr"])
+    def check_options(self, options: dict[str, Any]) -> None:
         fraction("momentum", options["momentum"], below_one=True)
-        not_negative("weight_decay", options["weight_decay"])
         positive("trust", options["trust"])
-        check_exclude(options["exclude"])
         if options["nesterov"] and not options["momentum"]:
             raise SpecError("nesterov=True looks ahead along the momentum, and momentum is 0: give momentum=0.9")
-        super().add_param_group(param_group)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step. `closure`, if given, computes the loss and the gradients first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters, gradients, adapted in batches(group, "LARS"):
-                updates = _adapted(parameters, gradients, group) if adapted else [g.clone() for g in gradients]
-                moves = self._with_momentum(parameters, updates, group)
-                torch._foreach_add_(parameters, moves, alpha=-float(group["lr"]))
-        return loss
-
-    def _with_momentum(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def moves(
+        self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any], adapted: bool
+    ) -> list[Tensor]:
+        updates = _adapted(parameters, gradients, group) if adapted else [each.clone() for each in gradients]
         if not group["momentum"]:
             return updates
         for parameter in parameters:

@@ -74,7 +74,7 @@ def aggregate(
         steps=rounds,
         samples=rounds * len(own[0]),
         sent=rounds,
-        sent_bytes=_bytes(payload, world.size) * rounds,
+        sent_bytes=2 * (world.size - 1) * payload // world.size * rounds,  # the least that an all-reduce sends
         batch=len(own[0]),
         seconds=now() - begun,
     )
@@ -103,8 +103,3 @@ def _round(objective: Objective, state: Array, own: Data, rate: float, world: Wo
 
 def _sum(row: Array, world: World) -> Array:
     return row if world.size == 1 else np.asarray(allreduce(torch.from_numpy(row), op="sum").numpy())
-
-
-def _bytes(payload: int, workers: int) -> int:
-    """The least bytes that a worker sends in an all-reduce of so many bytes: 2(p − 1)/p of them."""
-    return 2 * (workers - 1) * payload // workers

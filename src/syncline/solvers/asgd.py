@@ -152,15 +152,12 @@ def asgd(
     )
     world = current_world()
     own = own_share(data, world, split)
-    return _solve(objective, own, first_state(objective, own, start, seed, world), options, world)
-
-
-def _solve(objective: Objective, own: Data, state: Array, options: AsgdOptions, world: World) -> Solution:
-    slots = Mailslots(world.transport, len(state), np.float64, options.buffers, same_host=on_same_host(world))
+    state = first_state(objective, own, start, seed, world)
+    slots = Mailslots(world.transport, len(state), np.float64, buffers, same_host=on_same_host(world))
     worker = _Worker(world, objective, own, options, slots)
     state = worker.run(state)
     slots.close()
-    agreed = agree(objective, own, state, options.final, world)
+    agreed = agree(objective, own, state, final, world)
     return conclude(objective, agreed, own, worker.effort())
 
 

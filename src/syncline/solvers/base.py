@@ -150,15 +150,10 @@ def first_state(objective: Objective, own: Data, start: Any, seed: int, world: W
         return state
     widths = [math.prod(each.shape[1:]) for each in own]
     table = allgather(torch.tensor([[len(widths), sum(widths), len(state)]])).tolist()
-    check_widths(table)
-    return np.array(broadcast(torch.from_numpy(state if world.rank == 0 else np.zeros(table[0][2]))).numpy())
-
-
-def check_widths(table: list[list[int]]) -> None:
-    """Refuse workers whose samples have another number of arrays or of values than those of rank 0."""
     for rank, row in enumerate(table):
         if row[:2] != table[0][:2]:
             raise IncompatibleError(
                 f"a sample of rank {rank} is {row[1]} numbers in {row[0]} arrays, one of rank 0 is {table[0][1]} in "
                 f"{table[0][0]}: give every worker the same kind of data"
             )
+    return np.array(broadcast(torch.from_numpy(state if world.rank == 0 else np.zeros(table[0][2]))).numpy())

@@ -21,14 +21,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import SpecError
-from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.local import STATE_MODES, LocalRun
-from syncline.strategies.local_weights import check_count
+from syncline.strategies.base import Preset, Strategy, StrategyRun, check_counts, check_number
+from syncline.strategies.local import STATE_MODES, Local, LocalRun
 from syncline.world import allreduce
 
 __all__ = ["AdaComm", "next_period"]
@@ -60,25 +57,20 @@ class AdaComm(Strategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="adacomm(start=32)"),)
 
     def __post_init__(self) -> None:
-        check_count(self.name, "start", self.start, least=1)
-        check_count(self.name, "least", self.least, least=1)
+        check_counts(self, start=1, least=1)
         if self.interval is not None:
-            check_count(self.name, "interval", self.interval, least=1)
+            check_counts(self, interval=1)
         if self.least > self.start:
             raise SpecError(f"{self!r}: the period begins at {self.start} and falls: least is at most that")
         if self.seconds is not None:
-            number = isinstance(self.seconds, (int, float)) and not isinstance(self.seconds, bool)
-            if not number or not 0.0 < self.seconds < float("inf"):
-                raise SpecError(f"adacomm(seconds={self.seconds!r}): a number of seconds above 0")
+            check_number(self, "seconds", "a number of seconds above 0", lambda seconds: 0 < seconds < math.inf)
             if self.interval is not None:
                 raise SpecError(f"{self!r}: an interval is told in steps or in seconds; leave one of them out")
         if self.state not in STATE_MODES:
             raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(STATE_MODES)}")
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return _AdaCommRun(self, model, optimizer, communicator, settings, period=self.start)
+    def run_type(self) -> type[StrategyRun]:
+        return _AdaCommRun
 
 
 def next_period(start: int, period: int, loss: float, slower: float = 1.0, before: float = 1.0) -> int:
@@ -102,19 +94,14 @@ def next_period(start: int, period: int, loss: float, slower: float = 1.0, befor
 
 
 class _AdaCommRun(LocalRun):
-    def __init__(
-        self,
-        strategy: AdaComm,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        period: int,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings, period=period)
-        self._rule = strategy
-        self._interval = DEFAULT_INTERVAL_STEPS if strategy.interval is None else strategy.interval
+    strategy: AdaComm
+
+    @property
+    def rule(self) -> Local:
+        return Local(period=self.strategy.start, state=self.strategy.state)
+
+    def setup(self) -> None:
+        super().setup()
         self._steps = 0
         """Steps in this interval, counted in whole rounds, so that it is the same on every worker."""
         self._began = self.world.runtime.now()
@@ -154,14 +141,14 @@ class _AdaCommRun(LocalRun):
             self._top = max(self._top, rate)
             slower = self._top / rate if rate > 0.0 else self._slower
             ratio = loss / self._first if self._first > 0.0 else 1.0
-            period = next_period(self._rule.start, self.period, max(0.0, ratio), slower, self._slower)
-            self.period, self._slower = max(self._rule.least, period), slower
+            period = next_period(self.strategy.start, self.period, max(0.0, ratio), slower, self._slower)
+            self.period, self._slower = max(self.strategy.least, period), slower
         self._begin_interval()
 
     def _due(self) -> bool:
-        if self._rule.seconds is None:
-            return self._steps >= self._interval
-        due = self.world.runtime.now() - self._began >= self._rule.seconds
+        if self.strategy.seconds is None:
+            return self._steps >= (self.strategy.interval or DEFAULT_INTERVAL_STEPS)
+        due = self.world.runtime.now() - self._began >= self.strategy.seconds
         return bool(self.communicator.from_root(torch.tensor([due], dtype=torch.uint8)).item())
 
     def _mean_loss(self) -> tuple[float | None, float]:

@@ -24,16 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy, plain_name
-from syncline.strategies.base import (
-    Preset,
-    RunSettings,
-    Strategy,
-    StrategyRun,
-    load_shared_reducer_state,
-    local_reducer_state,
-    shared_reducer_state,
-)
+from syncline.reduction import ReductionPass, ReductionPolicy, plain_name
+from syncline.strategies.base import Preset, RunReducer, Strategy, StrategyRun, check_counts
 
 __all__ = ["AllReduce"]
 
@@ -71,12 +63,9 @@ class AllReduce(Strategy):
     )
 
     def __post_init__(self) -> None:
-        for key in ("delay", "warmup", "cooldown"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < 0:
-                raise SpecError(f"allreduce({key}={value!r}): it is a number of steps, 0 or more")
-        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
-            raise SpecError(f"allreduce(steps={self.steps!r}): a number of steps, at least one")
+        check_counts(self, delay=0, warmup=0, cooldown=0)
+        if self.steps is not None:
+            check_counts(self, steps=1)
         if self.delay == 0 and (self.warmup or self.cooldown):
             raise SpecError(f"{self!r}: without a delay every step is synchronous; leave warmup and cooldown out")
 
@@ -85,10 +74,8 @@ class AllReduce(Strategy):
         """With a delay the state has the gradients in flight."""
         return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return _AllReduceRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _AllReduceRun
 
 
 class _StepGradients(Protocol):
@@ -98,41 +85,29 @@ class _StepGradients(Protocol):
 
 
 class _AllReduceRun(StrategyRun):
-    def __init__(
-        self,
-        strategy: AllReduce,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._delay = strategy.delay
-        self._warmup = strategy.warmup
-        self._cooldown = strategy.cooldown
-        self.total_steps = strategy.steps
+    strategy: AllReduce
+    needs_same_parameters = False
+    """False: the codec's residuals and gradients in flight are saved by parameter name."""
+
+    def setup(self) -> None:
+        super().setup()
+        model, communicator, settings = self.model, self.communicator, self.settings
+        self._delay = self.strategy.delay
+        self.total_steps = self.strategy.steps
         self._rounds = 0
         self._in_flight: deque[_StepGradients] = deque()
-        self.synchronised = {
-            id(parameter) for parameter in model.parameters()
-        }  # frozen parameters may be trained later
-        self._gradients = GradientReducer(
+        # Frozen parameters may be trained later.
+        self.synchronised = {id(parameter) for parameter in model.parameters()}
+        codec = communicator.codec
+        self._gradients = RunReducer(
             dict(model.named_parameters()),
             communicator,
+            settings,
             ReductionPolicy(after_backward=self._after_backward),
-            ReducerOptions(
-                codec=communicator.codec,
-                bucket_bytes=settings.bucket_bytes,
-                check_finite=settings.check_finite,
-                find_unused_parameters=settings.find_unused_parameters,
-                sparse=_sparse_names(model),
-                attach_hooks=communicator.size > 1
-                or self._delay > 0
-                or settings.check_finite
-                or communicator.codec is not None,
-                seed=settings.seed,
-                diagnose_every=settings.diagnose,
-            ),
+            codec=codec,
+            attach_hooks=communicator.size > 1 or self._delay > 0 or settings.check_finite or codec is not None,
+            find_unused_parameters=settings.find_unused_parameters,
+            sparse=_sparse_names(model),
         )
         self._arrivals: set[int] = set()
         """Every number of gradients that a pass has had."""
@@ -140,8 +115,8 @@ class _AllReduceRun(StrategyRun):
         """`_rounds` at the latest step."""
         self.hooks += [
             *(each.register_step_pre_hook(self._check_step) for each in self.optimizers),
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
         ]
         self._marked = [each for each in self.optimizers if self._delay and not hasattr(each, AMP_SCALING)]
         for each in self._marked:
@@ -149,11 +124,6 @@ class _AllReduceRun(StrategyRun):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._gradients.paused()
-
-    @property
-    def needs_same_parameters(self) -> bool:
-        """False: the codec's residuals and gradients in flight are saved by parameter name."""
-        return False
 
     def predict(self) -> dict[str, float] | None:
         return self._gradients.predict()
@@ -192,7 +162,7 @@ class _AllReduceRun(StrategyRun):
                 "gradients that were accumulated under no_sync() are not part of the state: save after a step"
             )
         in_flight = [self._named(reduction) for reduction in self._in_flight]
-        return {"rounds": self._rounds, "waiting": in_flight, **shared_reducer_state(self._gradients)}
+        return {"rounds": self._rounds, "waiting": in_flight, **self._gradients.shared_state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._rounds = int(state.get("rounds", 0))
@@ -201,25 +171,22 @@ class _AllReduceRun(StrategyRun):
                 f"the checkpoint holds {len(state['waiting'])} steps of gradients in flight, and {self.strategy!r} "
                 f"keeps {self._delay}: resume with the strategy that was saved"
             )
-        load_shared_reducer_state(self._gradients, state)
+        self._gradients.load_shared_state(state)
         parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self._in_flight = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
 
     def local_state(self) -> dict[str, Any]:
-        return local_reducer_state(self._gradients)
+        return self._gradients.local_state()
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if self._gradients.codec_state is not None:
-            self._gradients.codec_state.load(states)
-        elif any(state.get("residuals") for state in states):
+        self._gradients.load_local_states(states)
+        if self._gradients.codec_state is None and any(state.get("residuals") for state in states):
             logger.warning("the checkpoint was made with a codec, and there is none now: its residuals are dropped")
 
     # Steps.
 
     def _after_backward(self, reduction: ReductionPass) -> None:
-        self.reductions += 1
-        if self.uneven.rates is not None:
-            self.uneven.note_rates()
+        self.note_reduction()
         self._finish(reduction)
         if len(reduction.arrivals) not in self._arrivals and self.communicator.size > 1:
             self._arrivals.add(len(reduction.arrivals))
@@ -251,14 +218,14 @@ class _AllReduceRun(StrategyRun):
             self._gradients.release(oldest)
 
     def _stale(self) -> bool:
-        if self._delay == 0 or self._rounds < self._warmup:
+        if self._delay == 0 or self._rounds < self.strategy.warmup:
             return False
-        if self._cooldown:
+        if self.strategy.cooldown:
             if self.total_steps is None:
                 raise IncompatibleError(
                     f"{self.strategy!r}: cooldown needs to know the number of steps; give steps= or call run.expect()"
                 )
-            return self._rounds < self.total_steps - self._cooldown
+            return self._rounds < self.total_steps - self.strategy.cooldown
         return True
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

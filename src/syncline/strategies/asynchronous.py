@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.reduction import plain_name
-from syncline.strategies.base import StrategyRun
+from syncline.strategies.base import StrategyRun, all_tensors
 from syncline.strategies.control import ControlBarrier, ControlChannel
 from syncline.world import Group, barrier
 
@@ -48,8 +47,7 @@ class AsynchronousRun(StrategyRun):
             barrier(self.saving_team)
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {plain_name(name): each.detach() for name, each in named}
+        return all_tensors(self.model)
 
     def show_agreed(self) -> None:
         self.wait_for_all("enter agreed()")  # no worker steps from now on

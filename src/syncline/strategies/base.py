@@ -7,16 +7,15 @@ Run                 the user's view (run.py)
    └─ AsynchronousRun     each worker trains at its own pace (asynchronous.py)
 ```
 
-A strategy author writes a frozen dataclass with `attach`, and a subclass of one of these runs. The subclass registers
-hooks on the model and the optimizer in `hooks`, and overrides what it needs of the methods below "Contract".
+A strategy author writes a frozen dataclass with `run_type`, and a subclass of one of these runs. The subclass registers
+hooks on the model and the optimizer in `setup`, and overrides what it needs of the methods below "Contract".
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -29,7 +28,16 @@ from torch.optim import Optimizer
 from syncline.codecs import Codec, check_no_gradient_options
 from syncline.data import MicroBatches, Sharded
 from syncline.errors import DivergedError, PeerLostError, SpecError
-from syncline.reduction import BUCKET_BYTES, Communicator, GradientReducer, as_table, broadcast_tensors, plain_name
+from syncline.reduction import (
+    BUCKET_BYTES,
+    Communicator,
+    GradientReducer,
+    ReducerOptions,
+    ReductionPolicy,
+    as_table,
+    broadcast_tensors,
+    plain_name,
+)
 from syncline.specs import Spec
 from syncline.strategies.control import ControlChannel
 from syncline.strategies.model_watch import ModelWatch
@@ -38,18 +46,22 @@ from syncline.strategies.uneven import UnevenData
 from syncline.world import allreduce, barrier
 
 __all__ = [
+    "FlatLayout",
     "Preset",
+    "RunReducer",
     "RunSettings",
     "Strategy",
     "StrategyRun",
+    "all_tensors",
+    "check_counts",
+    "check_flags",
     "check_gradients",
-    "load_shared_reducer_state",
-    "local_reducer_state",
+    "check_number",
     "mean_of_all",
-    "shared_reducer_state",
     "strategy_run",
     "trained",
     "wide_dtype",
+    "with_hint",
 ]
 
 logger = logging.getLogger("syncline")
@@ -89,7 +101,7 @@ class Preset:
     """The backend that it needs, such as "mpi"; None: any."""
 
 
-class Strategy(ABC):
+class Strategy:
     """When workers communicate, with which workers, and what they exchange.
 
     A frozen dataclass whose fields are its arguments.
@@ -112,11 +124,15 @@ class Strategy(ABC):
         if not self.reduces_gradients:
             check_no_gradient_options(codec, repr(self))
 
-    @abstractmethod
+    def run_type(self) -> type[StrategyRun]:
+        """The class of its runs. A strategy overrides this method, or `attach`."""
+        raise NotImplementedError(f"{type(self).__name__} has neither run_type() nor attach()")
+
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         """Start to synchronise the workers' models, by hooks on the model and the optimizer."""
+        return self.run_type()(self, model, optimizer, communicator, settings)
 
     @property
     def state_format(self) -> str:
@@ -153,7 +169,7 @@ class Strategy(ABC):
 
 
 class StrategyRun(Run):
-    """One worker's part of a strategy in training."""
+    """One worker's part of a strategy in training. A subclass overrides `setup` instead of the constructor."""
 
     def __init__(
         self,
@@ -184,6 +200,15 @@ class StrategyRun(Run):
         self._closed = False
         self._own: dict[str, Tensor] | None = None
         """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
+        try:
+            self.setup()
+        except BaseException:  # no hook of a run that does not exist stays behind
+            StrategyRun.detach(self)
+            self.watch.close()
+            raise
+
+    def setup(self) -> None:
+        """Make the strategy's own attributes and hooks. The constructor calls it at its end."""
 
     # Contract: facts about the strategy.
 
@@ -232,10 +257,7 @@ class StrategyRun(Run):
     # Contract: steps.
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """Set the weight of this worker's next gradients in the mean, usually 1. `uneven`: others' may differ.
-
-        By default nothing: the worker's step is that of its own batch, of any size.
-        """
+        """Set the weight of this worker's next gradients in the mean, usually 1. `uneven`: others' may differ."""
 
     def join_idle(self) -> bool:
         """Take part in a step of the others without data. Returns whether any worker had data."""
@@ -308,8 +330,7 @@ class StrategyRun(Run):
     def note_reduction(self) -> None:
         """Count a reduction, and record its learning rates while workers may miss some."""
         self.reductions += 1
-        if self.uneven.rates is not None:
-            self.uneven.note_rates()
+        self.uneven.note_rates()
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers by name."""
@@ -520,12 +541,10 @@ class StrategyRun(Run):
         try:
             barrier(self.world.everyone)
         except PeerLostError as error:
-            raise PeerLostError(
-                f"{error}; rank {self.world.rank} has loaded a state into the model after sl.distribute, and waits "
-                "for the other ranks to do the same",
-                peer=error.peer,
-                pending=error.pending,
-                seconds=error.seconds,
+            raise with_hint(
+                error,
+                f"rank {self.world.rank} has loaded a state into the model after sl.distribute, and waits for the "
+                "other ranks to do the same",
             ) from error
 
     def _reload(self) -> None:
@@ -580,9 +599,42 @@ def _no_run() -> None:
     return
 
 
+def with_hint(error: PeerLostError, hint: str) -> PeerLostError:
+    """The same error with a hint for the user."""
+    return PeerLostError(f"{error}; {hint}", peer=error.peer, pending=error.pending, seconds=error.seconds)
+
+
+def check_counts(strategy: Strategy, **least: int) -> None:
+    """Refuse an argument that is not a whole number, or is below its least value."""
+    for key, lowest in least.items():
+        value = getattr(strategy, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise SpecError(f"{strategy.name}({key}={value!r}): a whole number, at least {lowest}")
+
+
+def check_flags(strategy: Strategy, *keys: str) -> None:
+    """Refuse an argument that is neither True nor False."""
+    for key in keys:
+        value = getattr(strategy, key)
+        if not isinstance(value, bool):
+            raise SpecError(f"{strategy.name}({key}={value!r}): True or False")
+
+
+def check_number(strategy: Strategy, key: str, wanted: str, is_allowed: Callable[[float], bool]) -> None:
+    """Refuse an argument that is not a number, or not an allowed one. `wanted` describes the allowed numbers."""
+    value = getattr(strategy, key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_allowed(value):
+        raise SpecError(f"{strategy.name}({key}={value!r}): {wanted}")
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require gradients, by name."""
     return {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers by name, detached."""
+    return {plain_name(name): each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
 
 
 def mean_of_all(communicator: Communicator, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -593,20 +645,46 @@ def mean_of_all(communicator: Communicator, tensors: Sequence[Tensor]) -> list[T
     means = [tensor.detach().clone() for tensor in tensors]
     if communicator.size == 1:
         return means
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_dtype.setdefault(wide_dtype(tensor.dtype), []).append(number)
-    for dtype, numbers in by_dtype.items():
-        flat = torch.cat([means[number].reshape(-1).to("cpu", dtype) for number in numbers])
-        mean = allreduce(flat, op="mean", group=communicator.group)
-        for number, part in zip(numbers, mean.split([tensors[number].numel() for number in numbers]), strict=True):
-            means[number].copy_(part.view(tensors[number].shape))
+    layout = FlatLayout(tensors, wide_dtype)
+    rows = [allreduce(row, op="mean", group=communicator.group) for row in layout.flatten(tensors)]
+    for mean, view in zip(means, layout.views(rows), strict=True):
+        mean.copy_(view)
     return means
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 instead of half precision, so that sums and small steps are not rounded away."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class FlatLayout:
+    """One flat CPU tensor for each dtype of some tensors, and each tensor's view in it.
+
+    `dtype_of` may give the flat tensors another dtype.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], dtype_of: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    ) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            self._by_dtype.setdefault(dtype_of(tensor.dtype), []).append(number)
+
+    def flatten(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """New flat tensors that hold the tensors' values."""
+        return [
+            torch.cat([tensors[number].detach().reshape(-1).to("cpu", dtype) for number in numbers])
+            for dtype, numbers in self._by_dtype.items()
+        ]
+
+    def views(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Each tensor's view in the flat tensors, in the order of the tensors."""
+        views: dict[int, Tensor] = {}
+        for row, numbers in zip(rows, self._by_dtype.values(), strict=True):
+            parts = torch.split_with_sizes(row, [self._shapes[number].numel() for number in numbers])
+            views |= {number: part.view(self._shapes[number]) for number, part in zip(numbers, parts, strict=True)}
+        return [views[number] for number in range(len(self._shapes))]
 
 
 def check_gradients(run: StrategyRun) -> None:
@@ -625,23 +703,52 @@ def check_gradients(run: StrategyRun) -> None:
     )
 
 
-def shared_reducer_state(gradients: GradientReducer) -> dict[str, Any]:
-    """The codec's state that is the same on all workers, and the layout of the buckets."""
-    coding = gradients.codec_state
-    return {"layout": gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
+class RunReducer(GradientReducer):
+    """A reducer with the settings of a run, and with state for checkpoints."""
 
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        communicator: Communicator,
+        settings: RunSettings,
+        policy: ReductionPolicy,
+        *,
+        codec: Codec | None,
+        attach_hooks: bool = True,
+        find_unused_parameters: bool = False,
+        sparse: frozenset[str] = frozenset(),
+    ) -> None:
+        options = ReducerOptions(
+            codec=codec,
+            bucket_bytes=settings.bucket_bytes,
+            check_finite=settings.check_finite,
+            find_unused_parameters=find_unused_parameters,
+            sparse=sparse,
+            attach_hooks=attach_hooks,
+            seed=settings.seed,
+            diagnose_every=settings.diagnose,
+        )
+        super().__init__(parameters, communicator, policy, options)
 
-def load_shared_reducer_state(gradients: GradientReducer, state: Mapping[str, Any]) -> None:
-    """Restore `shared_reducer_state`."""
-    if "layout" in state:
-        gradients.load_layout(state["layout"])
-    if gradients.codec_state is not None:
-        gradients.codec_state.load_shared_state(state.get("coding", {}))
+    def shared_state(self) -> dict[str, Any]:
+        """The codec's state that is the same on all workers, and the layout of the buckets."""
+        coding = {} if self.codec_state is None else {"coding": self.codec_state.shared_state()}
+        return {"layout": self.layout(), **coding}
 
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        if "layout" in state:
+            self.load_layout(state["layout"])
+        if self.codec_state is not None:
+            self.codec_state.load_shared_state(state.get("coding", {}))
 
-def local_reducer_state(gradients: GradientReducer) -> dict[str, Any]:
-    """The codec's residuals on this worker."""
-    return {} if gradients.codec_state is None else gradients.codec_state.state()
+    def local_state(self) -> dict[str, Any]:
+        """The codec's residuals on this worker."""
+        return {} if self.codec_state is None else self.codec_state.state()
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore `local_state`, also that of former workers."""
+        if self.codec_state is not None:
+            self.codec_state.load(states)
 
 
 def strategy_run(run: Run) -> StrategyRun:

@@ -15,13 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-from torch.optim import Optimizer
-
-from syncline.errors import SpecError
-from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
+from syncline.strategies.base import Preset, check_flags
+from syncline.strategies.parameter_server import ParameterServerStrategy, ServerOptions
 
 __all__ = ["BSP"]
 
@@ -42,12 +37,8 @@ class BSP(ParameterServerStrategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="bsp"),)
 
     def __post_init__(self) -> None:
+        check_flags(self, "factors")
         self.check_rule(self.rule, self.filters)
-        if not isinstance(self.factors, bool):
-            raise SpecError(f"bsp(factors={self.factors!r}): True or False")
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        options = ServerOptions(synchronous=True, rule=self.rule, filters=self.filters, factors=self.factors)
-        return ParameterServerRun(self, model, optimizer, communicator, settings, options)
+    def server_options(self) -> ServerOptions:
+        return ServerOptions(synchronous=True, rule=self.rule, filters=self.filters, factors=self.factors)

@@ -9,28 +9,32 @@ worker 2 ──┘  post("finished", …)  finish()              └── no ca
 | implementation | where | used by |
 |---|---|---|
 | `SharedMemoryChannel` | memory of one host, here | hogwild |
-| `WindowChannel` | one-sided windows, `onesided/run.py` | onesided |
+| `WindowChannel` | one-sided windows, here | onesided |
 | `ServerChannel` | server 0, beside the weights | strategies of the parameter server |
 | `PairwiseChannel` | server 0, without weights, `gossip/pairwise.py` | gossip(pairwise=True) |
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from syncline.errors import IncompatibleError, PeerLostError, SpecError
-from syncline.runtime import Lock
+from syncline.runtime import Lock, Runtime
 from syncline.server import Post
 from syncline.world import World
 
-__all__ = ["ControlBarrier", "ControlChannel", "Post", "SharedMemoryChannel"]
+__all__ = ["ControlBarrier", "ControlChannel", "Post", "SharedMemoryChannel", "WindowChannel", "poll"]
+
+logger = logging.getLogger("syncline")
 
 POLL_SECONDS = (1e-3, 0.25)
 """The interval between two reads of the channel: the first, and the largest."""
@@ -75,6 +79,15 @@ class ControlChannel(Protocol):
     def close(self) -> None:
         """Release the channel."""
         ...
+
+
+def poll(runtime: Runtime) -> Iterator[None]:
+    """Yields again and again, with growing pauses in between. The caller leaves the loop."""
+    interval, longest = POLL_SECONDS
+    while True:
+        yield
+        runtime.sleep(interval)
+        interval = min(2 * interval, longest)
 
 
 class ControlBarrier:
@@ -126,10 +139,12 @@ class ControlBarrier:
     def _wait(self, what: str, arrived: Callable[[int], bool]) -> None:
         """Wait as long as the channel shows progress: steps or posts of any worker."""
         runtime, timeout, rank = self._world.runtime, self._world.transport.timeout, self._world.rank
-        interval, longest = POLL_SECONDS
         since, progress = runtime.now(), (self._read_until, [0])
         next_check = since + CHECK_LEFT_EVERY_S
-        while missing := self._missing(arrived):
+        for _ in poll(runtime):
+            missing = self._missing(arrived)
+            if not missing:
+                return
             if runtime.now() >= next_check:
                 self._raise_if_left(what, arrived, missing)
                 next_check = runtime.now() + CHECK_LEFT_EVERY_S
@@ -151,8 +166,6 @@ class ControlBarrier:
                     pending=f"ranks {missing} to {what}",
                     seconds=waited,
                 )
-            runtime.sleep(interval)
-            interval = min(2 * interval, longest)
 
     def _raise_if_left(self, what: str, arrived: Callable[[int], bool], missing: Sequence[int]) -> None:
         """Raise if a missing worker has left the world, because it never arrives."""
@@ -169,8 +182,10 @@ class ControlBarrier:
 
 HEADER_WORDS = 8
 """Words before the step counts."""
-FINISHED, DONE = 1, 2
-"""The end of a worker: it takes no more steps; it has also read the final weights."""
+STOP, WRITTEN = 0, 1
+"""Words of the header: the request to stop, and in a window the number of this worker's posts."""
+READ_TIMEOUT_S = 5.0
+"""Timeout of a read of another worker's window. After it, the worker's last known values are used."""
 MAX_POSTS = 256
 """Posts that are kept of each worker. A reader that comes later misses older ones."""
 MAX_POST_VALUES = 24
@@ -188,7 +203,7 @@ class SharedMemoryChannel:
     ```text
     words    0        stop
              8 …      steps of each worker                one word each, written by that worker alone
-             8+p …    FINISHED or DONE of each worker
+             8+p …    1 for each worker that has read the final weights
     bytes    then     each worker's ring of posts: number, checksum, kind, values
     ```
 
@@ -200,9 +215,9 @@ class SharedMemoryChannel:
         self, memory: Tensor, rank: int, size: int, lock: Lock, load_weights: Callable[[nn.Module], None]
     ) -> None:
         words = memory.numpy()
-        self._stop = words[:HEADER_WORDS]
+        self._header = words[:HEADER_WORDS]
         self._steps = words[HEADER_WORDS : HEADER_WORDS + size]
-        self._finished = words[HEADER_WORDS + size : HEADER_WORDS + 2 * size]
+        self._done = words[HEADER_WORDS + size : HEADER_WORDS + 2 * size]
         self.rings = words[HEADER_WORDS + 2 * size :].reshape(size, MAX_POSTS, POST_WORDS).view(np.uint8)
         self._rank = rank
         self._lock = lock
@@ -229,21 +244,17 @@ class SharedMemoryChannel:
         return [int(steps) for steps in self._steps]
 
     def finish(self) -> None:
-        self._finished[self._rank] = max(FINISHED, self._finished[self._rank])
+        """Does nothing: no worker waits for another's steps."""
 
     def announce_done(self) -> None:
         """This worker has read the final weights."""
-        self._finished[self._rank] = DONE
-
-    def finished(self) -> list[bool]:
-        """Whether each worker has called `finish()`. A killed worker has not."""
-        return [bool(flag) for flag in self._finished]
+        self._done[self._rank] = 1
 
     def stop_requested(self) -> bool:
-        return bool(self._stop[0])
+        return bool(self._header[STOP])
 
     def request_stop(self) -> None:
-        self._stop[0] = 1
+        self._header[STOP] = 1
 
     def load_weights(self, model: nn.Module) -> None:
         self._load_weights(model)
@@ -288,6 +299,103 @@ class SharedMemoryChannel:
             last = self._read[-1].number if self._read else 0
             self._read.append(Post(last + 1, name[:length].decode(), tuple(values[:count])))
             self._next[writer] = due + 1
+
+
+class WindowChannel(SharedMemoryChannel):
+    """A channel on one-sided windows. All workers construct it together.
+
+    Each worker has a window with the layout of `SharedMemoryChannel`. It writes its own rows there, and fetches those
+    of the others before it reads them. Other workers put the request to stop.
+    """
+
+    def __init__(self, world: World, load_weights: Callable[[nn.Module], None]) -> None:
+        self._world = world
+        self._window = world.transport.memory.window(SharedMemoryChannel.words(world.size), torch.int64)
+        self._words = self._window.local
+        super().__init__(self._words, world.rank, world.size, world.runtime.lock(), load_weights)
+        self._fetching = world.runtime.lock()
+        self._fetched_posts = [0] * world.size
+        """The number of each worker's posts that are copied here."""
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        super().post(kind, values)
+        self._words[WRITTEN] += 1  # after the post, so that a reader of the count finds it
+
+    def steps(self) -> list[int]:
+        self._fetch(posts=False)
+        return super().steps()
+
+    def read_posts(self, since: int) -> list[Post]:
+        self._fetch(posts=True)
+        return super().read_posts(since)
+
+    def announce_done(self) -> None:
+        """Announce that this worker has read the final weights, and wait for the others, which read its memory.
+
+        A worker that cannot be reached has already left.
+        """
+        super().announce_done()
+        now = self._world.runtime.now
+        until = now() + self._world.transport.timeout
+        for _ in poll(self._world.runtime):
+            waiting = [rank for rank in self.others() if not self._is_done(rank)]
+            if not waiting:
+                return
+            if now() >= until:
+                logger.warning("rank %d leaves while ranks %s may still read its weights", self._world.rank, waiting)
+                return
+
+    def _is_done(self, rank: int) -> bool:
+        try:
+            with self._fetching:
+                self._fetch_from(rank, posts=False)
+        except PeerLostError:
+            return True
+        return bool(self._done[rank])
+
+    def request_stop(self) -> None:
+        for rank in self.others():
+            try:
+                self._window.put(torch.ones(1, dtype=torch.int64), rank, STOP)
+                self._window.flush(rank)
+            except PeerLostError:  # a lost worker has stopped
+                continue
+        super().request_stop()
+
+    def others(self) -> list[int]:
+        """The other workers that are not known to be lost."""
+        lost = self._world.lost
+        return [rank for rank in range(self._world.size) if rank != self._world.rank and rank not in lost]
+
+    def release(self) -> None:
+        """Free the window. Every worker calls it."""
+        self._window.close()
+
+    def _fetch(self, posts: bool) -> None:
+        with self._fetching:
+            for rank in self.others():
+                try:
+                    self._fetch_from(rank, posts)
+                except PeerLostError:  # keep the last values; the transport decides whether the worker is lost
+                    continue
+
+    def _fetch_from(self, rank: int, posts: bool) -> None:
+        size, words = self._world.size, self._words
+        header = torch.zeros(HEADER_WORDS + 2 * size, dtype=torch.int64)
+        self._window.get(header, rank).wait(READ_TIMEOUT_S)
+        for place in (HEADER_WORDS + rank, HEADER_WORDS + size + rank):
+            words[place] = header[place]
+        written = int(header[WRITTEN])
+        first = max(self._fetched_posts[rank], written - MAX_POSTS)
+        while posts and first < written:
+            at = first % MAX_POSTS
+            count = min(written - first, MAX_POSTS - at)  # up to the end of the ring
+            offset = HEADER_WORDS + 2 * size + (rank * MAX_POSTS + at) * POST_WORDS
+            entries = torch.zeros(count * POST_WORDS, dtype=torch.int64)
+            self._window.get(entries, rank, offset).wait(READ_TIMEOUT_S)
+            words[offset : offset + len(entries)] = entries
+            first += count
+            self._fetched_posts[rank] = first
 
 
 def _checksum(number: int, body: bytes) -> int:

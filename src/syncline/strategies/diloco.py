@@ -13,19 +13,28 @@ training of language models (2023); with overlap as in Douillard et al., Streami
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import SpecError
-from syncline.reduction import Communicator, ReductionPass
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, mean_of_all, wide_dtype
+from syncline.reduction import ReductionPass
+from syncline.strategies.base import (
+    Preset,
+    Strategy,
+    StrategyRun,
+    check_counts,
+    check_flags,
+    check_number,
+    mean_of_all,
+    wide_dtype,
+)
 from syncline.strategies.local import CONSENSUS_EVERY_ROUNDS
-from syncline.strategies.local_weights import AveragingRun, check_count
+from syncline.strategies.local_weights import AveragingRun
 
 __all__ = ["DiLoCo", "nesterov"]
 
@@ -51,16 +60,10 @@ class DiLoCo(Strategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="diloco(period=16, outer_momentum=0.5)"),)
 
     def __post_init__(self) -> None:
-        check_count(self.name, "period", self.period, least=1)
-        check_count(self.name, "delay", self.delay)
-        if not _is_number(self.outer_lr) or not 0.0 < self.outer_lr < float("inf"):
-            raise SpecError(
-                f"diloco(outer_lr={self.outer_lr!r}): a rate above 0; 0.7 is the paper's, 1 with no momentum"
-            )
-        if not _is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
-            raise SpecError(f"diloco(outer_momentum={self.outer_momentum!r}): at least 0, and below 1")
-        if not isinstance(self.overlap, bool):
-            raise SpecError(f"diloco(overlap={self.overlap!r}): True or False")
+        check_counts(self, period=1, delay=0)
+        check_number(self, "outer_lr", "a rate above 0, such as the paper's 0.7", lambda rate: 0 < rate < math.inf)
+        check_number(self, "outer_momentum", "at least 0, and below 1", lambda momentum: 0 <= momentum < 1)
+        check_flags(self, "overlap")
         if self.delay and not self.overlap:
             raise SpecError(f"{self!r}: a delay of {self.delay} steps needs overlap=True; leave it out")
         if self.delay > self.period:
@@ -69,10 +72,8 @@ class DiLoCo(Strategy):
                 f"{self.delay}: a delay of at most {self.period}"
             )
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return DiLoCoRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return DiLoCoRun
 
 
 def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momentum: float) -> tuple[Tensor, Tensor]:
@@ -87,22 +88,18 @@ def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momen
 
 
 class DiLoCoRun(AveragingRun):
-    def __init__(
-        self,
-        strategy: DiLoCo,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._rule = strategy
-        self._delay = (strategy.delay or strategy.period) if strategy.overlap else 0
+    strategy: DiLoCo
+    copies_weights = True
+
+    def setup(self) -> None:
+        super().setup()
+        self._delay = (self.strategy.delay or self.strategy.period) if self.strategy.overlap else 0
         self._since = 0
         """Steps since the last reduction began."""
-        self.outer = [_precise(weight) for weight in self.weights] if communicator.size > 1 else []
-        """The weights of all workers after the latest outer step."""
-        self._velocity = [torch.zeros_like(weight) for weight in self.outer]
+        self.outer: list[Tensor] = []
+        """The weights of all workers after the latest outer step, at least in float32: its steps are small."""
+        self._velocity: list[Tensor] = []
+        self._reset_outer()
         self._sent: list[Tensor] = []
         """This worker's weights when the reduction in flight began."""
         self._reduction: ReductionPass | None = None
@@ -111,13 +108,15 @@ class DiLoCoRun(AveragingRun):
         self._alive = 0
         self.deltas.prepare()
 
-    @property
-    def first_exchange(self) -> int | None:
-        return self._rule.period
+    def _reset_outer(self) -> None:
+        """Begin with the model's weights and no velocity."""
+        weights = self.weights if self.communicator.size > 1 else []
+        self.outer = [weight.to(wide_dtype(weight.dtype), copy=True) for weight in weights]
+        self._velocity = [torch.zeros_like(weight) for weight in self.outer]
 
     @property
-    def copies_weights(self) -> bool:
-        return True
+    def first_exchange(self) -> int | None:
+        return self.strategy.period
 
     # Steps and rounds.
 
@@ -125,9 +124,9 @@ class DiLoCoRun(AveragingRun):
         self._since += 1
         if self._in_progress and self._since >= self._delay:
             self._finish_round()
-        if self._since >= self._rule.period:
+        if self._since >= self.strategy.period:
             self._begin_round(active=True)
-            if not self._rule.overlap:
+            if not self.strategy.overlap:
                 self._finish_round()
 
     def sync(self, active: bool = True) -> int:
@@ -145,7 +144,7 @@ class DiLoCoRun(AveragingRun):
         self._since = 0
         self._sent = [weight.clone() for weight in self.weights]
         changes = [(outer - own).to(own.dtype) for outer, own in zip(self.outer, self._sent, strict=True)]
-        self._reduction = self.deltas.begin(changes, active=active)
+        self._reduction = self.deltas.reduce(changes, active=active)
 
     def _wait(self) -> list[Tensor]:
         """Wait for the mean, without applying it."""
@@ -162,19 +161,19 @@ class DiLoCoRun(AveragingRun):
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             mean = [outer - each for outer, each in zip(self.outer, moved, strict=True)]
             self.note_consensus(mean, self._sent)
-        stepped = self._stepped(moved)
-        self.set_weights(self._with_own_steps([outer for outer, _ in stepped]))
-        self.outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]
+        self.outer, self._velocity = self._stepped(moved)
+        self.set_weights(self._with_own_steps(self.outer))
         self._sent, self._moved = [], None
         self.rounds += 1
         self.stats.staleness = self._delay
         return self._alive
 
-    def _stepped(self, moved: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _stepped(self, moved: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The outer weights and velocities after a step."""
-        rate, momentum = self._rule.outer_lr, self._rule.outer_momentum
+        rate, momentum = self.strategy.outer_lr, self.strategy.outer_momentum
         rows = zip(self.outer, self._velocity, moved, strict=True)
-        return [nesterov(outer, velocity, each.to(outer.dtype), rate, momentum) for outer, velocity, each in rows]
+        pairs = [nesterov(outer, velocity, each.to(outer.dtype), rate, momentum) for outer, velocity, each in rows]
+        return [outer for outer, _ in pairs], [velocity for _, velocity in pairs]
 
     def _with_own_steps(self, outer: Sequence[Tensor]) -> list[Tensor]:
         """The outer weights plus this worker's change since the reduction began."""
@@ -188,9 +187,8 @@ class DiLoCoRun(AveragingRun):
         """The mean of the workers' weights, including the outer step in flight."""
         if not self._in_progress:
             return mean_of_all(self.communicator, self.weights)
-        stepped = [outer for outer, _ in self._stepped(self._wait())]
-        own = self._with_own_steps(stepped)
-        return mean_of_all(self.communicator, own)
+        outer, _ = self._stepped(self._wait())
+        return mean_of_all(self.communicator, self._with_own_steps(outer))
 
     # State.
 
@@ -199,8 +197,7 @@ class DiLoCoRun(AveragingRun):
         if self._reduction is not None:
             self._wait()
         self._since, self._sent, self._moved = 0, [], None
-        self.outer = [_precise(weight) for weight in self.weights] if self.communicator.size > 1 else []
-        self._velocity = [torch.zeros_like(weight) for weight in self.outer]
+        self._reset_outer()
 
     def shared_state(self) -> dict[str, Any]:
         moved = self._wait() if self._in_progress else []
@@ -218,16 +215,15 @@ class DiLoCoRun(AveragingRun):
             return
         outer, velocity = state.get("outer"), state.get("velocity")
         if not outer or not velocity:  # saved by a world of one; the model is loaded already
-            self.outer = [_precise(weight) for weight in self.weights]
-            self._velocity, self._since = [torch.zeros_like(weight) for weight in self.outer], 0
+            self._since = 0
+            self._reset_outer()
             return
         self.outer, self._velocity = self._taken(outer, self.outer), self._taken(velocity, self.outer)
         moved = state.get("moved")
         self._reduction, self._moved = None, self._taken(moved, self.weights) if moved else None
         if self._moved is not None and not self.same_size:
             # All workers begin with the model of all, which includes this outer step.
-            stepped = self._stepped(self._moved)
-            self.outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]
+            self.outer, self._velocity = self._stepped(self._moved)
             self._moved, self.rounds = None, self.rounds + 1
 
     def own_state(self) -> dict[str, Any]:
@@ -241,12 +237,3 @@ class DiLoCoRun(AveragingRun):
             saved[name].to(device=each.device, dtype=each.dtype, copy=True)
             for name, each in zip(self._names, like, strict=True)
         ]
-
-
-def _precise(weight: Tensor) -> Tensor:
-    """A copy in at least float32, so that small steps are not rounded away."""
-    return weight.to(wide_dtype(weight.dtype), copy=True)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -22,13 +22,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from syncline.errors import PeerLostError, SpecError
-from syncline.reduction import Communicator
+from syncline.errors import PeerLostError
 from syncline.server import Future
-from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.control import POLL_SECONDS
+from syncline.strategies.base import Preset, StrategyRun, check_counts, check_flags, check_number
+from syncline.strategies.control import poll
 from syncline.strategies.parameter_server import ParameterServerStrategy, ReplicaRun, ServerOptions
 from syncline.world.hooks import ModuleHook
 
@@ -58,44 +56,28 @@ class Downpour(ParameterServerStrategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="downpour(rule='adam(b1=0.0)', lr=0.004, prefetch=False)"),)
 
     def __post_init__(self) -> None:
-        for key, least in (("push", 1), ("fetch", 1), ("warmup", 0)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SpecError(f"downpour({key}={value!r}): a number of steps, at least {least}")
-        if self.lr is not None and (isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or self.lr <= 0):
-            raise SpecError(f"downpour(lr={self.lr!r}): a positive number, or None for the optimizer's")
-        if not isinstance(self.prefetch, bool):
-            raise SpecError(f"downpour(prefetch={self.prefetch!r}): True or False")
+        check_counts(self, push=1, fetch=1, warmup=0)
+        if self.lr is not None:
+            check_number(self, "lr", "a positive number, or None for the optimizer's", lambda rate: rate > 0)
+        check_flags(self, "prefetch")
         self.check_rule(self.rule, self.filters)
-
-    @property
-    def stride(self) -> int:
-        return self.push
 
     @property
     def state_format(self) -> str:
         return f"downpour({self.rule})"
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        options = ServerOptions(rule=self.rule, lr=self.lr, slack=None, filters=self.filters, stride=self.push)
-        return DownpourRun(self, model, optimizer, communicator, settings, options)
+    def server_options(self) -> ServerOptions:
+        return ServerOptions(rule=self.rule, lr=self.lr, slack=None, filters=self.filters, stride=self.push)
+
+    def run_type(self) -> type[StrategyRun]:
+        return DownpourRun
 
 
 class DownpourRun(ReplicaRun):
     strategy: Downpour
 
-    def __init__(
-        self,
-        strategy: Downpour,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        options: ServerOptions,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings, options)
+    def setup(self) -> None:
+        super().setup()
         self._sum = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The sum of the gradients since the latest push."""
         self._spare = torch.zeros(self.keys.trained, dtype=torch.float32)
@@ -105,8 +87,8 @@ class DownpourRun(ReplicaRun):
         self._absent_in_all: set[int] | None = None
         """Indices of the parameters without a gradient in any of these steps; None before the first step."""
         self._fetch: Future | None = None
-        if strategy.warmup and communicator.rank > 0:
-            self.hooks.append(model.register_forward_pre_hook(ModuleHook(self._await_warmup)))
+        if self.strategy.warmup and self.communicator.rank > 0:
+            self.hooks.append(self.model.register_forward_pre_hook(ModuleHook(self._await_warmup)))
 
     def before_step(self) -> None:
         self._sum.add_(self.gradients)
@@ -188,26 +170,24 @@ class DownpourRun(ReplicaRun):
         if not (module.training and torch.is_grad_enabled()):
             return
         self.hooks.pop().remove()
-        transport, runtime, channel = self.client.network.transport, self.world.runtime, self._channel
+        transport, now, channel = self.client.network.transport, self.world.runtime.now, self._channel
         first, timeout_s = transport.members[self.client.network.workers[0]], transport.timeout
-        (interval, longest), before, since = POLL_SECONDS, -1, runtime.now()
+        before, since = -1, now()
         with self.timed_wait("worker 0 to warm up"):
-            while True:
+            for _ in poll(self.world.runtime):
                 steps = channel.steps()[0]
                 ended = channel.stop_requested() or channel.has_finished(0)
                 if steps >= self.strategy.warmup or ended or first in transport.lost():
                     break
                 if steps > before:
-                    before, since = steps, runtime.now()
-                if runtime.now() - since > timeout_s:
+                    before, since = steps, now()
+                if now() - since > timeout_s:
                     raise PeerLostError(
                         f"worker 0 warms up and has taken {steps} of {self.strategy.warmup} steps, none of them in the "
                         f"last {timeout_s:g} s",
                         peer=0,
                         pending="worker 0's next push",
-                        seconds=runtime.now() - since,
+                        seconds=now() - since,
                     )
-                runtime.sleep(interval)
-                interval = min(2 * interval, longest)
             self.client.pull((0, self.keys.trained), self.weights, min_clock=0).wait()
         self.install_weights()

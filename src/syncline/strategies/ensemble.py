@@ -24,12 +24,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, plain_name
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.local_weights import LocalWeightsRun, check_count
+from syncline.reduction import plain_name
+from syncline.strategies.base import FlatLayout, Preset, Strategy, StrategyRun, all_tensors, check_counts
+from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.world import allgather
 from syncline.world.hooks import ModuleHook
 
@@ -51,11 +50,8 @@ class Average(Strategy):
     name: ClassVar[str] = "average"
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="average"),)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        _refuse_codec(self, communicator)
-        return _AloneRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _AloneRun
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,15 +76,10 @@ class Ensemble(Strategy):
         if self.mean not in MEANS:
             raise SpecError(f"ensemble(mean={self.mean!r}): one of {', '.join(MEANS)}")
         if self.seed is not None:
-            check_count(self.name, "seed", self.seed)
+            check_counts(self, seed=0)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        _refuse_codec(self, communicator)
-        if self.seed is not None and communicator.size > 1:
-            _draw_weights(self, model, communicator.rank)
-        return _EnsembleRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _EnsembleRun
 
 
 def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> Tensor:
@@ -113,10 +104,16 @@ class _AloneRun(LocalWeightsRun):
     """A run without communication in training. The model of all workers is the mean of their weights."""
 
     needs_every_step = False
+    first_exchange = None
 
-    @property
-    def first_exchange(self) -> int | None:
-        return None
+    def setup(self) -> None:
+        super().setup()
+        codec = self.communicator.codec
+        if codec is not None:
+            raise IncompatibleError(
+                f"{self.strategy!r} sends nothing while it trains that {codec!r} could make smaller: leave the codec "
+                "out, or take local(period=…)"
+            )
 
     def after_step(self) -> None:
         """No communication."""
@@ -126,16 +123,14 @@ class _AloneRun(LocalWeightsRun):
 
 
 class _EnsembleRun(_AloneRun):
-    def __init__(
-        self,
-        strategy: Ensemble,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._mean = strategy.mean
+    strategy: Ensemble
+    needs_same_parameters = False
+    """False: each member continues with all of its weights."""
+
+    def setup(self) -> None:
+        super().setup()
+        if self.strategy.seed is not None and self.communicator.size > 1:
+            _draw_weights(self.strategy, self.model, self.communicator.rank)
         self._evaluating = False
         """Whether the members are being evaluated: they are the model itself, with other weights."""
         self._others: list[dict[str, Tensor]] = []
@@ -163,9 +158,8 @@ class _EnsembleRun(_AloneRun):
                 self._others = []
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """All tensors of a member: all parameters, including frozen ones, and buffers."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {plain_name(name): tensor.detach() for name, tensor in named}
+        """All tensors of a member, including frozen ones."""
+        return all_tensors(self.model)
 
     def show_agreed(self) -> None:
         tensors = {name: each.detach() for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
@@ -173,11 +167,6 @@ class _EnsembleRun(_AloneRun):
         self._note_spread([first, *self._others])
         for name, tensor in tensors.items():
             tensor.copy_(first[name])
-
-    @property
-    def needs_same_parameters(self) -> bool:
-        """False: each member continues with all of its weights."""
-        return False
 
     def finish(self) -> None:
         """Every worker keeps its own member: there is no single model."""
@@ -195,15 +184,14 @@ class _EnsembleRun(_AloneRun):
 
     def _gathered(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The tensors of every worker, with one all-gather for each dtype."""
-        members: list[dict[str, Tensor]] = [{} for _ in range(self.communicator.size)]
-        for kind in {tensor.dtype: None for tensor in tensors.values()}:
-            same = {name: tensor for name, tensor in tensors.items() if tensor.dtype == kind}
-            flat = torch.cat([tensor.reshape(-1) for tensor in same.values()]).cpu()
-            rows = allgather(flat.view(1, -1), group=self.communicator.group)
-            for member, row in zip(members, rows, strict=True):
-                pieces = torch.split(row, [tensor.numel() for tensor in same.values()])
-                for (name, tensor), piece in zip(same.items(), pieces, strict=True):
-                    member[name] = piece.view(tensor.shape).to(tensor.device, copy=True)
+        own = list(tensors.values())
+        layout = FlatLayout(own)
+        gathered = [allgather(row.view(1, -1), group=self.communicator.group) for row in layout.flatten(own)]
+        members = []
+        for rank in range(self.communicator.size):
+            views = layout.views([rows[rank] for rows in gathered])
+            copies = [view.to(tensor.device, copy=True) for view, tensor in zip(views, own, strict=True)]
+            members.append(dict(zip(tensors, copies, strict=True)))
         return members
 
     def _note_spread(self, members: Sequence[Mapping[str, Tensor]]) -> None:
@@ -228,15 +216,7 @@ class _EnsembleRun(_AloneRun):
             others = [functional_call(module, member, args, kwargs) for member in self._others]
         finally:
             self._evaluating = False
-        return mean_prediction([output, *others], self._mean)
-
-
-def _refuse_codec(strategy: Strategy, communicator: Communicator) -> None:
-    if communicator.codec is not None:
-        raise IncompatibleError(
-            f"{strategy!r} sends nothing while it trains that {communicator.codec!r} could make smaller: leave the "
-            "codec out, or take local(period=…)"
-        )
+        return mean_prediction([output, *others], self.strategy.mean)
 
 
 def _draw_weights(strategy: Ensemble, model: nn.Module, rank: int) -> None:

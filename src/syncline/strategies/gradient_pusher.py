@@ -18,11 +18,11 @@ from syncline.errors import IncompatibleError
 from syncline.reduction import plain_name
 from syncline.server import Client, Future
 from syncline.server.factors import FactorRecorder, factors_are_smaller
-from syncline.server.filters import Cache, Filter
+from syncline.server.filters import Filter
 from syncline.server.rules import UpdateRule
 from syncline.strategies.key_map import KeyMap
 
-__all__ = ["GradientPusher", "check_filters", "client_filter", "group_bounds"]
+__all__ = ["GradientPusher", "check_filters", "group_bounds"]
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,6 @@ def group_bounds(
         for segment in segments
         if segment.first in first or not rules[segment.group].elementwise
     ]
-
-
-def client_filter(filters: Filter | None) -> Filter | None:
-    """The filter of the client: only the cache of key lists. A client would choose over all groups at once."""
-    return Cache() if filters is not None and filters.caches else None
 
 
 def check_filters(filters: Filter | None, factors: bool, rules: Sequence[UpdateRule]) -> None:

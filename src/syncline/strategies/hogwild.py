@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, check_same, plain_name
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_gradients
+from syncline.strategies.base import Preset, Strategy, StrategyRun, all_tensors, check_gradients
 from syncline.strategies.control import SharedMemoryChannel
-from syncline.world import World, barrier
+from syncline.world import barrier
 
 __all__ = ["Hogwild"]
 
@@ -45,45 +45,20 @@ class Hogwild(Strategy):
 
     name: ClassVar[str] = "hogwild"
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="hogwild", momentum=0.5, scaling="none", one_host=True),)
+    asynchronous = True
 
-    @property
-    def asynchronous(self) -> bool:
-        return True
-
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        _check_hosts(communicator.world)
-        if communicator.codec is not None:
-            raise IncompatibleError(
-                f"hogwild sends nothing that {communicator.codec!r} could make smaller: leave the codec out"
-            )
-        places = {plain_name(name): parameter.device.type for name, parameter in model.named_parameters()}
-        check_same(communicator, "devices", places)
-        elsewhere = next((name for name, device in places.items() if device != "cpu"), None)
-        if elsewhere is not None:
-            raise IncompatibleError(
-                f"hogwild shares the memory of the CPU, and {elsewhere} is on {places[elsewhere]}: keep the model on "
-                "the CPU, or take another strategy"
-            )
-        return _HogwildRun(self, model, optimizer, communicator, settings)
+    def run_type(self) -> type[StrategyRun]:
+        return _HogwildRun
 
 
 class _HogwildRun(AsynchronousRun):
-    def __init__(
-        self,
-        strategy: Hogwild,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
+    def setup(self) -> None:
+        super().setup()
+        self._check_memory_is_shared()
+        model, optimizer, communicator = self.model, self.optimizer, self.communicator
         self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen parameters are shared too
         self._buffer_places = _buffer_places(model)
-        own = {
-            plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
+        own = all_tensors(model)
         self._shared = _share(communicator, own)
         words = communicator.group.transport.memory.shared(SharedMemoryChannel.words(communicator.size), torch.int64)
         if communicator.rank == 0:
@@ -100,8 +75,31 @@ class _HogwildRun(AsynchronousRun):
         self._total: int | None = 0
         """Steps of all workers at the end of this worker's latest step."""
         self.hooks = [optimizer.register_step_post_hook(self._after_step)]
-        if settings.check_finite:
+        if self.settings.check_finite:
             self.hooks.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def _check_memory_is_shared(self) -> None:
+        """Refuse workers on several hosts, a codec, and a model on a GPU."""
+        hosts = list(dict.fromkeys(self.world.hosts))
+        if len(hosts) > 1:
+            shown = ", ".join(hosts[:8]) + (", …" if len(hosts) > 8 else "")
+            size = self.world.size
+            raise IncompatibleError(
+                f"hogwild shares memory, and the {size} workers are on {len(hosts)} hosts ({shown}): run them on one, "
+                "or take a strategy that sends, such as downpour (a simulated network has one host with "
+                f"ranks_per_host={size} and inside=Link(…))"
+            )
+        codec = self.communicator.codec
+        if codec is not None:
+            raise IncompatibleError(f"hogwild sends nothing that {codec!r} could make smaller: leave the codec out")
+        devices = {plain_name(name): parameter.device.type for name, parameter in self.model.named_parameters()}
+        check_same(self.communicator, "devices", devices)
+        for name, device in devices.items():
+            if device != "cpu":
+                raise IncompatibleError(
+                    f"hogwild shares the memory of the CPU, and {name} is on {device}: keep the model on the CPU, or "
+                    "take another strategy"
+                )
 
     def control_channel(self) -> SharedMemoryChannel:
         return self._channel
@@ -150,7 +148,6 @@ class _HogwildRun(AsynchronousRun):
         self.resume_steps()
 
     def detach(self) -> None:
-        self._channel.finish()
         super().detach()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()  # after an error the other workers may still train
@@ -189,20 +186,8 @@ class _HogwildRun(AsynchronousRun):
 
     def _load_weights(self, model: nn.Module) -> None:
         """Fill a model with the current weights, and the lowest rank's buffers of its latest step."""
-        with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.detach().copy_(self._shared[plain_name(name)])
-
-
-def _check_hosts(world: World) -> None:
-    hosts = list(dict.fromkeys(world.hosts))
-    if len(hosts) > 1:
-        shown = ", ".join(hosts[:8]) + (", …" if len(hosts) > 8 else "")
-        raise IncompatibleError(
-            f"hogwild shares memory, and the {world.size} workers are on {len(hosts)} hosts ({shown}): run them on "
-            "one, or take a strategy that sends, such as downpour (a simulated network has one host with "
-            f"ranks_per_host={world.size} and inside=Link(…))"
-        )
+        for name, tensor in all_tensors(model).items():
+            tensor.copy_(self._shared[name])
 
 
 def _share(communicator: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,22 +21,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy
+from syncline.reduction import ReductionPass, ReductionPolicy
 from syncline.strategies.base import (
     Preset,
-    RunSettings,
+    RunReducer,
     Strategy,
     StrategyRun,
-    load_shared_reducer_state,
-    local_reducer_state,
-    shared_reducer_state,
+    check_counts,
+    check_number,
     wide_dtype,
 )
-from syncline.strategies.local_weights import AveragingRun, check_count
+from syncline.strategies.local_weights import AveragingRun
 from syncline.world import allreduce
 
 __all__ = ["Local", "LocalRun"]
@@ -68,19 +66,13 @@ class Local(Strategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="local(period=8)"),)
 
     def __post_init__(self) -> None:
-        check_count(self.name, "period", self.period, least=1)
-        check_count(self.name, "after", self.after)
-        check_count(self.name, "seed", self.seed)
+        check_counts(self, period=1, after=0, seed=0)
         if self.state not in STATE_MODES:
             raise SpecError(f"local(state={self.state!r}): one of {', '.join(STATE_MODES)}")
-        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
-        if not number or not 0.0 < self.fraction <= 1.0:
-            raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
+        check_number(self, "fraction", "a part of the workers, above 0 and at most 1", lambda part: 0 < part <= 1)
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        return LocalRun(self, model, optimizer, communicator, settings, period=self.period)
+    def run_type(self) -> type[StrategyRun]:
+        return LocalRun
 
 
 class LocalRun(AveragingRun):
@@ -90,49 +82,39 @@ class LocalRun(AveragingRun):
     mean of the weights themselves would be rounded in every round.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        period: int,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.period = period
+    copies_weights = True
+
+    @property
+    def rule(self) -> Local:
+        """The options of the rounds."""
+        assert isinstance(self.strategy, Local), self.strategy
+        return self.strategy
+
+    def setup(self) -> None:
+        super().setup()
+        self.period = self.rule.period
         self._since = 0
         """Steps since the last round."""
-        self._synchronous_for = int(getattr(strategy, "after", 0))
-        self._state = str(getattr(strategy, "state", "keep"))
-        self._fraction = float(getattr(strategy, "fraction", 1.0))
-        self._seed = int(getattr(strategy, "seed", 0))
+        self._synchronous_for = self.rule.after
         self._base: list[Tensor] | None = None
         """The weights after the last round, if rounds average differences."""
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
-        if (communicator.codec is not None or halves) and communicator.size > 1:
+        if (self.communicator.codec is not None or halves) and self.communicator.size > 1:
             self._base = [weight.clone() for weight in self.weights]
-        self._reducer: GradientReducer | None = None
+        self._reducer: RunReducer | None = None
         """Reduces the gradients of the synchronous steps."""
-        if self._synchronous_for and communicator.size > 1:
+        if self._synchronous_for and self.communicator.size > 1:
             self._reducer = self._make_reducer()
         self.deltas.prepare()
 
-    def _make_reducer(self) -> GradientReducer:
-        settings = self.settings
-        return GradientReducer(
+    def _make_reducer(self) -> RunReducer:
+        return RunReducer(
             dict(self.model.named_parameters()),
             self.communicator,
+            self.settings,
             ReductionPolicy(after_backward=self._reduced),
-            ReducerOptions(
-                codec=self.communicator.codec,
-                bucket_bytes=settings.bucket_bytes,
-                check_finite=settings.check_finite,
-                find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
-                seed=settings.seed,
-                diagnose_every=settings.diagnose,
-            ),
+            codec=self.communicator.codec,
+            find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
         )
 
     # Steps.
@@ -140,10 +122,6 @@ class LocalRun(AveragingRun):
     @property
     def first_exchange(self) -> int | None:
         return 1 if self._synchronous_for else self.period
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
 
     @property
     def synchronous(self) -> bool:
@@ -204,18 +182,18 @@ class LocalRun(AveragingRun):
     # Rounds.
 
     def sync(self, active: bool = True) -> int:
-        weight = 1.0 if self._fraction == 1.0 or self._counts() else 0.0
+        weight = 1.0 if self.rule.fraction == 1.0 or self._counts() else 0.0
         if self._base is None:
-            reduction = self.deltas.begin([each.clone() for each in self.weights], weight, active)
+            reduction = self.deltas.reduce([each.clone() for each in self.weights], weight, active)
             means, alive = self.deltas.finish(reduction)
         else:
             changes = [each - before for each, before in zip(self.weights, self._base, strict=True)]
-            mean_changes, alive = self.deltas.finish(self.deltas.begin(changes, weight, active))
+            mean_changes, alive = self.deltas.finish(self.deltas.reduce(changes, weight, active))
             means = [before.add_(change) for before, change in zip(self._base, mean_changes, strict=True)]
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             self.note_consensus(means)
         self.set_weights(means)
-        if self._state != "keep":
+        if self.rule.state != "keep":
             self.sync_optimizer_state()
         self.rounds += 1
         self._since = 0
@@ -229,13 +207,13 @@ class LocalRun(AveragingRun):
     def _counts(self) -> bool:
         """Whether this worker counts in the round. Every worker makes the same draw."""
         size = self.communicator.size
-        count = max(1, math.ceil(self._fraction * size - 1e-9))
-        return self.communicator.rank in random.Random(f"{self._seed}/{self.rounds}").sample(range(size), count)
+        count = max(1, math.ceil(self.rule.fraction * size - 1e-9))
+        return self.communicator.rank in random.Random(f"{self.rule.seed}/{self.rounds}").sample(range(size), count)
 
     def sync_optimizer_state(self) -> None:
         """Average or clear the optimizer's state of each parameter."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self._names.values()]
-        if self._state == "reset":
+        if self.rule.state == "reset":
             for state in states:
                 state.clear()
             return
@@ -265,8 +243,8 @@ class LocalRun(AveragingRun):
         self._choose_phase()
         if self._base is not None:
             self._base = [weight.clone() for weight in self.weights]
-        if self._reducer is not None and self._reducer.codec_state is not None:
-            self._reducer.codec_state.load([])
+        if self._reducer is not None:
+            self._reducer.load_local_states([])
 
     def _choose_phase(self) -> None:
         """After a load: the number of steps may be beyond the synchronous steps, or before their end again."""
@@ -277,7 +255,7 @@ class LocalRun(AveragingRun):
 
     def shared_state(self) -> dict[str, Any]:
         base = {} if self._base is None else dict(zip(self._names, self._base, strict=True))
-        first = {} if self._reducer is None else {"first": shared_reducer_state(self._reducer)}
+        first = {} if self._reducer is None else {"first": self._reducer.shared_state()}
         return super().shared_state() | {"period": self.period, "since": self._since, "agreed": base, **first}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -285,22 +263,20 @@ class LocalRun(AveragingRun):
         self.period, self._since = int(state.get("period", self.period)), int(state.get("since", 0))
         self._choose_phase()
         if self._reducer is not None:
-            load_shared_reducer_state(self._reducer, state.get("first", {}))
+            self._reducer.load_shared_state(state.get("first", {}))
         if self._base is not None:
             saved = state.get("agreed") or dict(zip(self._names, self.weights, strict=True))
             for before, name in zip(self._base, self._names, strict=True):
                 before.copy_(saved[name])
 
     def local_state(self) -> dict[str, Any]:
-        return {
-            **super().local_state(),
-            **({} if self._reducer is None else {"first": local_reducer_state(self._reducer)}),
-        }
+        first = {} if self._reducer is None else {"first": self._reducer.local_state()}
+        return {**super().local_state(), **first}
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
         if self._reducer is not None and self._reducer.codec_state is not None:
-            self._reducer.codec_state.load([state.get("first", {}) for state in states])
+            self._reducer.load_local_states([state.get("first", {}) for state in states])
             if not all("first" in state for state in states):  # older: one residual for both phases
                 self.deltas.forget()
 

@@ -20,30 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import (
-    Communicator,
-    GradientReducer,
-    ReducerOptions,
-    ReductionPass,
-    ReductionPolicy,
-    broadcast_tensors,
-    plain_name,
-)
+from syncline.errors import IncompatibleError
+from syncline.reduction import Communicator, ReductionPass, ReductionPolicy, broadcast_tensors, plain_name
 from syncline.strategies.base import (
+    RunReducer,
     RunSettings,
-    Strategy,
     StrategyRun,
     check_gradients,
-    load_shared_reducer_state,
-    local_reducer_state,
     mean_of_all,
-    shared_reducer_state,
     trained,
     wide_dtype,
 )
 
-__all__ = ["AveragingRun", "DeltaReducer", "LocalWeightsRun", "check_count", "load_optimizer_state", "optimizer_state"]
+__all__ = ["AveragingRun", "DeltaReducer", "LocalWeightsRun", "load_optimizer_state", "optimizer_state"]
 
 MAX_CALLER_FRAMES = 8
 """Largest number of stack frames above a step hook that are searched: torch's wrappers of `step` come first."""
@@ -59,24 +48,17 @@ class LocalWeightsRun(StrategyRun):
     needs_every_step: ClassVar[bool] = True
     """Whether workers must count the same steps, so that a GradScaler may not skip one without notice."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._names = trained(model)
+    def setup(self) -> None:
+        super().setup()
+        self._names = trained(self.model)
         self.rounds = 0
         """Rounds of all workers so far."""
         self.same_size = True
         """Whether the loaded checkpoint is of as many workers."""
-        self._alone = communicator.size == 1
+        self._alone = self.communicator.size == 1
         self.hooks += [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
         ]
 
     # Contract.
@@ -182,41 +164,28 @@ class LocalWeightsRun(StrategyRun):
             for _ in range(MAX_CALLER_FRAMES):
                 frame = None if frame is None else frame.f_back
                 if frame is not None and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-                    raise _skipped_steps(self.strategy)
+                    raise IncompatibleError(
+                        f"{self.strategy!r} with a GradScaler: the scaler may skip a step on one worker only, and the "
+                        "workers would no longer be in the same round. Give the optimizer fused=True, train in "
+                        "bfloat16 without a scaler, or take strategy allreduce"
+                    )
         self.check_closure(kwargs.get("closure", args[1] if len(args) > 1 else None))  # the optimizer comes first
         self.before_step()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1
-        self.reductions += 1
-        if self.uneven.rates is not None:
-            self.uneven.note_rates()
+        self.note_reduction()
         if not self._alone:
             with torch.no_grad():
                 self.after_step()
 
 
-def _skipped_steps(strategy: Strategy) -> IncompatibleError:
-    return IncompatibleError(
-        f"{strategy!r} with a GradScaler: the scaler may skip a step on one worker only, and the workers would no "
-        "longer be in the same round; give the optimizer fused=True, which counts such steps too, train in bfloat16 "
-        "without a scaler, or take strategy allreduce"
-    )
-
-
 class AveragingRun(LocalWeightsRun):
     """A run whose rounds are all-reductions, with the run's collective and codec."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.deltas = DeltaReducer(model, communicator, settings)
+    def setup(self) -> None:
+        super().setup()
+        self.deltas = DeltaReducer(self.model, self.communicator, self.settings)
 
     def detach(self) -> None:
         super().detach()
@@ -241,86 +210,53 @@ class AveragingRun(LocalWeightsRun):
         self.deltas.load_local_states([state["deltas"] for state in states])
 
 
-class DeltaReducer:
+class DeltaReducer(RunReducer):
     """Averages tensors of the parameters' shapes, with the run's collective and codec, in buckets like gradients.
 
-    `begin` and `finish` may be several steps apart: the reduction runs in between.
+    `reduce` overwrites its tensors, one for each trained parameter. It and `finish` may be several steps apart: the
+    reduction runs in between.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, settings: RunSettings, wide: bool = False) -> None:
         """`wide`: the tensors are float32 where the model is in half precision."""
-        self._communicator = communicator
         # Separate parameters for the gradients; they share the model's memory.
         shadows = {
             name: nn.Parameter(each.detach().to(wide_dtype(each.dtype)) if wide else each.detach())
             for name, each in trained(model).items()
         }
-        self._gradients = GradientReducer(
+        super().__init__(
             shadows,
             communicator,
+            settings,
             ReductionPolicy(subject="changes of the weights"),
-            ReducerOptions(
-                codec=communicator.codec if communicator.size > 1 else None,
-                bucket_bytes=settings.bucket_bytes,
-                check_finite=settings.check_finite,
-                attach_hooks=False,
-                seed=settings.seed,
-                diagnose_every=settings.diagnose,
-            ),
+            codec=communicator.codec if communicator.size > 1 else None,
+            attach_hooks=False,
         )
 
     def prepare(self) -> None:
         """Choose the algorithms now. It takes seconds, which the first round then does not need."""
-        if self._communicator.size > 1:
-            self._gradients.lay_out()
+        if self.communicator.size > 1:
+            self.lay_out()
 
-    def begin(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> ReductionPass:
-        """Begin to average tensors, one for each trained parameter. Their contents are overwritten."""
-        return self._gradients.reduce(tensors, weight, active)
-
-    def finish(self, begun: ReductionPass) -> tuple[list[Tensor], int]:
-        """The means, valid until the next `begin`, and how many workers are active.
+    def finish(self, reduction: ReductionPass) -> tuple[list[Tensor], int]:
+        """The means, valid until the next reduction, and how many workers are active.
 
         If all weights are 0, the means are zero.
         """
-        control = begun.complete()
-        begun.install()
-        means = [self._given(shadow) for shadow in self._gradients.parameters]
-        self._gradients.release(begun)
+        control = reduction.complete()
+        reduction.install()
+        means = []
+        for shadow in self.parameters:
+            means.append(torch.zeros_like(shadow) if shadow.grad is None else shadow.grad.detach())
+            shadow.grad = None
+        self.release(reduction)
         return means, control.active
 
     def forget(self) -> None:
         """Drop the codec's residuals: the next tensors are of another kind."""
-        coding = self._gradients.codec_state
-        if coding is not None:
-            coding.load_shared_state({"step": coding.step})
-            coding.load([])
-
-    def close(self) -> None:
-        """Release the buckets."""
-        self._gradients.close()
-
-    def shared_state(self) -> dict[str, Any]:
-        """The codec's state that is the same on all workers, and the layout of the buckets."""
-        return shared_reducer_state(self._gradients)
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `shared_state`."""
-        load_shared_reducer_state(self._gradients, state)
-
-    def local_state(self) -> dict[str, Any]:
-        """The codec's residuals on this worker."""
-        return local_reducer_state(self._gradients)
-
-    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore `local_state`, also that of former workers."""
-        if self._gradients.codec_state is not None:
-            self._gradients.codec_state.load(states)
-
-    @staticmethod
-    def _given(shadow: nn.Parameter) -> Tensor:
-        found, shadow.grad = shadow.grad, None
-        return torch.zeros_like(shadow) if found is None else found.detach()
+        if self.codec_state is not None:
+            self.codec_state.load_shared_state({"step": self.codec_state.step})
+            self.codec_state.load([])
 
 
 def squared_distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
@@ -358,9 +294,3 @@ def load_optimizer_state(
                 else value
                 for key, value in saved[name].items()
             }
-
-
-def check_count(strategy: str, key: str, value: Any, least: int = 0) -> None:
-    """Refuse an argument that is not a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"{strategy}({key}={value!r}): a whole number, at least {least}")

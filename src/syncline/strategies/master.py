@@ -23,16 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-from torch.optim import Optimizer
-
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
-from syncline.server.filters import Filter
 from syncline.server.opening import TreeClient, open_tree
 from syncline.server.rules import Sgd, TorchRule, UpdateRule
-from syncline.strategies.base import Preset, RunSettings, StrategyRun
+from syncline.strategies.base import Preset, StrategyRun, check_counts, check_flags, check_number
 from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
 
 __all__ = ["Master", "momentum_left"]
@@ -78,27 +73,21 @@ class Master(ParameterServerStrategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="master(sync=False)", momentum=0.2),)
 
     def __post_init__(self) -> None:
-        for key in ("sync", "damp", "correct_momentum"):
-            if not isinstance(getattr(self, key), bool):
-                raise SpecError(f"master({key}={getattr(self, key)!r}): True or False")
-        number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
-        if not number or not 0.0 < self.fraction <= 1.0:
-            raise SpecError(f"master(fraction={self.fraction!r}): the part of the workers to wait for, in (0, 1]")
-        if isinstance(self.masters, bool) or not isinstance(self.masters, int) or self.masters < 1:
-            raise SpecError(f"master(masters={self.masters!r}): a number of groups, at least 1")
+        check_flags(self, "sync", "damp", "correct_momentum")
+        check_number(self, "fraction", "the part of the workers to wait for, in (0, 1]", lambda part: 0 < part <= 1)
+        check_counts(self, masters=1)
         if self.sync and (self.damp or self.correct_momentum):
             given = "damp" if self.damp else "correct_momentum"
             raise SpecError(f"master({given}=True) is for gradients that come late: give sync=False too")
         if not self.sync and self.fraction != 1.0:
             raise SpecError(f"master(sync=False, fraction={self.fraction}): nobody waits there; leave fraction out")
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        options = ServerOptions(
-            slack=0 if self.sync else None, synchronous=self.sync, quorum=self.fraction, damped=self.damp
-        )
-        return MasterRun(self, model, optimizer, communicator, settings, options)
+    def server_options(self) -> ServerOptions:
+        slack = 0 if self.sync else None
+        return ServerOptions(slack=slack, synchronous=self.sync, quorum=self.fraction, damped=self.damp)
+
+    def run_type(self) -> type[StrategyRun]:
+        return MasterRun
 
 
 class MasterRun(ParameterServerRun):
@@ -108,7 +97,7 @@ class MasterRun(ParameterServerRun):
     late_steps = 0
     """Steps of this worker that were late and dropped."""
 
-    def open_client(self, filters: Filter | None) -> Client:
+    def open_client(self) -> Client:
         strategy, numel = self.strategy, self.keys.numel
         options = self.space_options(self.rules, [group.first for group in self.keys.groups])
         if strategy.masters == 1:

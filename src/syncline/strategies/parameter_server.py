@@ -17,6 +17,7 @@ strategy decides how long a read waits for other workers.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,17 +29,16 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Chooser, Codec
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.reduction import Communicator
 from syncline.server import Client, Future, Post, ServerNetwork, open_space, server_network, watch_space
-from syncline.server.filters import Filter, build_filter
+from syncline.server.filters import Cache, build_filter
 from syncline.server.protocol import MAX_INFLIGHT_REQUESTS
 from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule_of, torch_rule
 from syncline.server.shard import NO_CLOCK
 from syncline.specs import parse
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import RunSettings, Strategy, check_gradients
-from syncline.strategies.control import POLL_SECONDS, ControlChannel
-from syncline.strategies.gradient_pusher import GradientPusher, check_filters, client_filter, group_bounds
+from syncline.strategies.base import Strategy, StrategyRun, check_gradients, with_hint
+from syncline.strategies.control import ControlChannel, poll
+from syncline.strategies.gradient_pusher import GradientPusher, check_filters, group_bounds
 from syncline.strategies.key_map import KeyMap, read_optimizer, write_optimizer
 
 __all__ = ["ParameterServerRun", "ParameterServerStrategy", "ReplicaRun", "ServerChannel", "ServerOptions"]
@@ -69,8 +69,14 @@ class ServerOptions:
     """Steps for each tick of a worker's clock."""
 
 
-class ParameterServerStrategy(Strategy):
+class ParameterServerStrategy(Strategy, ABC):
     """A strategy whose weights are at servers. Subclasses are frozen dataclasses."""
+
+    @abstractmethod
+    def server_options(self) -> ServerOptions: ...
+
+    def run_type(self) -> type[StrategyRun]:
+        return ParameterServerRun
 
     @property
     def asynchronous(self) -> bool:
@@ -82,13 +88,8 @@ class ParameterServerStrategy(Strategy):
         rule = getattr(self, "rule", None)
         return "server" if rule is None else f"server({rule})"
 
-    @property
-    def stride(self) -> int:
-        """Steps for each tick of a worker's clock."""
-        return 1
-
     def observe(self, model: nn.Module, network: ServerNetwork) -> ControlChannel | None:
-        return watch_channel(network, self.name, model, self.stride)
+        return watch_channel(network, self.name, model, self.server_options().stride)
 
     def check_rule(self, rule: str | None, filters: str | None = None) -> None:
         """Raise a `SpecError` for a rule or filters that cannot be read."""
@@ -103,24 +104,24 @@ class ParameterServerStrategy(Strategy):
 class ParameterServerRun(AsynchronousRun):
     """One worker's part. Strategies override the methods of the first section."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        options: ServerOptions,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.options = options
+    strategy: ParameterServerStrategy
+    copies_weights = True
+
+    def setup(self) -> None:
+        super().setup()
+        model, optimizer, communicator = self.model, self.optimizer, self.communicator
+        options = self.options = self.strategy.server_options()
         self.keys = KeyMap.of(model, optimizer)
-        self.rules = self._initial_rules()
+        if options.rule is None:
+            rules = self.adapt_rules(rule_of(optimizer))
+            self.rules = [rules[group.number] for group in self.keys.groups]
+        else:
+            self.rules = [build_rule(options.rule)] * len(self.keys.groups)
         self._optimizer_settings = _settings_of(optimizer)
         self._rule_has_rate = options.rule is not None and _has_rate(options.rule)
         self._base_rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        filters = self._filters = None if options.filters is None else build_filter(options.filters)
-        check_filters(filters, options.factors, self.rules)
+        self._filters = None if options.filters is None else build_filter(options.filters)
+        check_filters(self._filters, options.factors, self.rules)
         _check_codec(communicator.codec)
         self.parameters = self.keys.trains(model)
         self.synchronised = {id(parameter) for parameter in self.parameters}
@@ -140,8 +141,10 @@ class ParameterServerRun(AsynchronousRun):
         self._now = self.world.runtime.now
         self.pushed: list[Future] = []
         """Pushes that this worker has not waited for."""
-        self.client = self.open_client(filters)
-        self.pusher = GradientPusher(self.client, self.keys, model, filters, options.factors)
+        self.client = self.open_client()
+        self.encoded = communicator.codec is not None
+        """Whether replies with weights are encoded."""
+        self.pusher = GradientPusher(self.client, self.keys, model, self._filters, options.factors)
         self.pulls_with_push = self.pusher.plain and _fits_in_flight(self.client, self.keys)
         """Whether a step's pushes and pulls share their messages."""
         if communicator.rank == 0:
@@ -155,22 +158,18 @@ class ParameterServerRun(AsynchronousRun):
             optimizer.register_load_state_dict_post_hook(self._note_load),
         ]
 
-    def _initial_rules(self) -> list[UpdateRule]:
-        if self.options.rule is not None:
-            return [build_rule(self.options.rule)] * len(self.keys.groups)
-        rules = self.adapt_rules(rule_of(self.optimizer))
-        return [rules[group.number] for group in self.keys.groups]
-
     # What strategies override.
 
-    def open_client(self, filters: Filter | None) -> Client:
+    def open_client(self) -> Client:
         """Open the space, together with the other workers."""
         groups = group_bounds(self.keys, self.model, self.rules, self.options.factors)
+        # The client only caches key lists: it would choose gradients over all groups at once.
+        caches = self._filters is not None and self._filters.caches
         return open_space(
             self.world,
             self.strategy.name,
             self.keys.numel,
-            filters=client_filter(filters),
+            filters=Cache() if caches else None,
             **self.space_options([rule for _, rule in groups], [first for first, _ in groups]),
         )
 
@@ -324,11 +323,6 @@ class ParameterServerRun(AsynchronousRun):
         """Wait for all requests of this worker."""
         self.finish_pushes()
 
-    @property
-    def encoded(self) -> bool:
-        """Whether replies with weights are encoded."""
-        return self.communicator.codec is not None
-
     @contextmanager
     def timed_wait(self, what: str) -> Iterator[None]:
         """Inside, the worker waits for its servers; the stats count the time."""
@@ -353,9 +347,7 @@ class ParameterServerRun(AsynchronousRun):
             words = "" if error.peer is None else self.explain_lost(error.peer)
             if not words:
                 raise
-            raise PeerLostError(
-                f"{error}; {words}", peer=error.peer, pending=error.pending, seconds=error.seconds
-            ) from error
+            raise with_hint(error, words) from error
 
     def count_bytes(self) -> None:
         """Add the client's new bytes to the stats."""
@@ -468,17 +460,17 @@ class ParameterServerRun(AsynchronousRun):
 
     def read_final(self) -> None:
         """Read the weights, the buffers and the optimizer's state, when no worker pushes any more."""
-        interval, longest = POLL_SECONDS
-        deadline = self.world.runtime.now() + self.world.transport.timeout
-        while not self.client.applied():
-            if self.world.runtime.now() > deadline:
+        now, timeout_s = self.world.runtime.now, self.world.transport.timeout
+        deadline = now() + timeout_s
+        for _ in poll(self.world.runtime):
+            if self.client.applied():
+                break
+            if now() > deadline:
                 raise PeerLostError(
-                    f"rank {self.world.rank} has waited {self.world.transport.timeout:g} s for the sub-masters to "
-                    "relay their last sums to the root",
+                    f"rank {self.world.rank} has waited {timeout_s:g} s for the sub-masters to relay their last sums "
+                    "to the root",
                     pending="the last sums",
                 )
-            self.world.runtime.sleep(interval)
-            interval = min(2 * interval, longest)
         super().read_final()
         self._read_server_state()
 
@@ -494,10 +486,6 @@ class ParameterServerRun(AsynchronousRun):
         self.pusher.close()
 
     # State.
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -520,11 +508,7 @@ class ParameterServerRun(AsynchronousRun):
 
     def set_clocks(self, clocks: list[int]) -> None:
         """Set every worker's clock. Every worker calls it, without pending requests."""
-        self.wait_for_all("set the clocks")
-        if self.communicator.rank == 0:
-            self.client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
-        self.wait_for_all("go on from these clocks")
-        self.client.clock = clocks[self.communicator.rank]
+        set_clocks(self, self.client, clocks)
 
     def _read_server_state(self) -> dict[str, Tensor]:
         """The rules' state by name. It is also written into the optimizer."""
@@ -540,8 +524,7 @@ class ParameterServerRun(AsynchronousRun):
 
     def shared_state(self) -> dict[str, Any]:
         """What the servers hold: weights, the rules' state, and the clocks."""
-        lost = self.world.lost  # a lost worker gets this worker's clock
-        clocks = [self.client.clock if rank in lost else clock for rank, clock in enumerate(self.client.steps())]
+        clocks = saved_clocks(self, self.client)
         return {
             "weights": self.keys.named(self.client.get()),
             "planes": {name: self.keys.named(row) for name, row in self._read_server_state().items()},
@@ -549,16 +532,13 @@ class ParameterServerRun(AsynchronousRun):
         }
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        clocks = [int(clock) for clock in state["clocks"]]
-        if len(clocks) != self.communicator.size:
-            clocks = [max(clocks, default=0)] * self.communicator.size
         self.wait_for_all("load a checkpoint")  # no worker reads from the servers from now on
         if self.communicator.rank == 0:
             keys = self.keys
             self.client.put(None, keys.joined(dict(state["weights"]), keys.read(self.model)))
             rows = {name: keys.joined(dict(row), torch.zeros(keys.numel)) for name, row in state["planes"].items()}
             self._write_server_state(rows)
-        self.set_clocks(clocks)
+        self.set_clocks(loaded_clocks(self, state["clocks"]))
         self.keys.write(self.model, self.client.get((0, self.keys.trained)))
 
     def local_state(self) -> dict[str, Any]:
@@ -581,9 +561,9 @@ class ParameterServerRun(AsynchronousRun):
 class ReplicaRun(ParameterServerRun):
     """A run in which each worker trains its own copy of the weights, and pushes without waiting."""
 
+    @abstractmethod
     def push_remaining(self) -> None:
         """Push what is left after the last step."""
-        raise NotImplementedError
 
     def scale(self) -> float:
         """Each push counts in full."""
@@ -605,6 +585,28 @@ class ReplicaRun(ParameterServerRun):
         self.finish_pushes()
         self.wait_for_all("save the weights")
         return super().shared_state()
+
+
+def set_clocks(run: AsynchronousRun, client: Client, clocks: list[int]) -> None:
+    """Set every worker's clock at the servers. Every worker calls it, without pending requests."""
+    rank = run.communicator.rank
+    run.wait_for_all("set the clocks")
+    if rank == 0:
+        client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
+    run.wait_for_all("go on from these clocks")
+    client.clock = clocks[rank]
+
+
+def saved_clocks(run: AsynchronousRun, client: Client) -> list[int]:
+    """The workers' clocks for a checkpoint. A lost worker gets this worker's clock."""
+    lost = run.world.lost
+    return [client.clock if rank in lost else clock for rank, clock in enumerate(client.steps())]
+
+
+def loaded_clocks(run: AsynchronousRun, saved: Sequence[int]) -> list[int]:
+    """The workers' clocks from a checkpoint. If the number of workers has changed, all get the largest."""
+    clocks, size = [int(clock) for clock in saved], run.communicator.size
+    return clocks if len(clocks) == size else [max(clocks, default=0)] * size
 
 
 class ServerChannel:
@@ -696,11 +698,10 @@ def _post_order(client: Client, keys: KeyMap) -> None:
 def watch_channel(network: ServerNetwork, name: str, model: nn.Module, stride: int = 1) -> ServerChannel:
     """The channel of the first run of that name, for an observer. It waits until the workers have begun."""
     client = watch_space(network, name, 1)
-    runtime, timeout_s = network.transport.runtime, network.transport.timeout
-    (interval, longest), begin, since = POLL_SECONDS, runtime.now(), 0
+    now, timeout_s = network.transport.runtime.now, network.transport.timeout
+    begin, since, count = now(), 0, -1
     order: dict[int, int] = {}
-    count = -1
-    while len(order) != count:
+    for _ in poll(network.transport.runtime):
         for post in client.read_posts(since):
             since = max(since, post.number)
             if post.kind == ORDER_POST:
@@ -708,7 +709,7 @@ def watch_channel(network: ServerNetwork, name: str, model: nn.Module, stride: i
                 order |= {first + at: int(place) for at, place in enumerate(post.values[2:])}
         if len(order) == count:
             break
-        waited = runtime.now() - begin
+        waited = now() - begin
         if waited > timeout_s:
             raise PeerLostError(
                 f"member {network.me} has waited {waited:.0f} s for worker 0 to publish the order of the parameters",
@@ -716,8 +717,6 @@ def watch_channel(network: ServerNetwork, name: str, model: nn.Module, stride: i
                 pending=f"the post {ORDER_POST!r}",
                 seconds=waited,
             )
-        runtime.sleep(interval)
-        interval = min(2 * interval, longest)
     keys = KeyMap.in_order(model, [order[at] for at in range(count)])
     if keys.numel != client.numel:
         raise IncompatibleError(

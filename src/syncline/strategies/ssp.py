@@ -18,13 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-from torch.optim import Optimizer
-
-from syncline.errors import SpecError
-from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
+from syncline.strategies.base import Preset, check_counts, check_flags
+from syncline.strategies.parameter_server import ParameterServerStrategy, ServerOptions
 
 __all__ = ["SSP"]
 
@@ -47,20 +42,15 @@ class SSP(ParameterServerStrategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="ssp(slack=3)", rate=2.0, momentum=0.5),)
 
     def __post_init__(self) -> None:
-        if isinstance(self.slack, bool) or not isinstance(self.slack, int) or self.slack < 0:
-            raise SpecError(f"ssp(slack={self.slack!r}): it is a number of steps, 0 or more")
+        check_counts(self, slack=0)
+        check_flags(self, "factors")
         self.check_rule(self.rule, self.filters)
-        if not isinstance(self.factors, bool):
-            raise SpecError(f"ssp(factors={self.factors!r}): True or False")
 
-    def attach(
-        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> StrategyRun:
-        options = ServerOptions(
+    def server_options(self) -> ServerOptions:
+        return ServerOptions(
             slack=self.slack,
             synchronous=self.slack == 0,
             rule=self.rule,
             filters=self.filters,
             factors=self.factors,
         )
-        return ParameterServerRun(self, model, optimizer, communicator, settings, options)

@@ -312,9 +312,11 @@ def test_invalid_messages_are_refused() -> None:
     assert (read.kind, read.number, read.row(torch.float32, 4).tolist()) == (AVERAGE, 3, [0.0, 1.0, 2.0, 3.0])
     with pytest.raises(sl.errors.ProtocolError, match=r"rank 2 sent a row of 16 B instead of 20 B"):
         read.row(torch.float32, 5)
-    with pytest.raises(sl.errors.ProtocolError, match=rf"rank 2 sent 7 B, and a header alone has {HEADER_BYTES}"):
+    with pytest.raises(
+        sl.errors.ProtocolError, match=rf"rank 2 .* 7 B are shorter than its header of {HEADER_BYTES} B"
+    ):
         PairMessage.read(whole[:7], peer=2)
-    with pytest.raises(sl.errors.ProtocolError, match="announces 16 B and has 12"):
+    with pytest.raises(sl.errors.ProtocolError, match="12 B instead of 16 B"):
         PairMessage.read(whole[:-4], peer=2)
     for at in range(HEADER_BYTES - 4):
         broken = whole.clone()

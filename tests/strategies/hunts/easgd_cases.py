@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.strategies.easgd import EASGD
 from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
-from syncline.strategies.easgd.run import ElasticRun
+from syncline.strategies.easgd.synchronous import ElasticRun
 from syncline.testing.hunting import kill_soon
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Slow
 from tests.server.hunts import harness
@@ -121,7 +121,7 @@ class Rows(nn.Module):
     def fill(self, run: ElasticRun | ServerElasticRun, row: Tensor) -> None:
         """Put this worker elsewhere, at rest."""
         with torch.no_grad():
-            for own in ([self.first, self.second], [] if run.lookahead is None else run.lookahead.own):
+            for own in ([self.first, self.second], run.lookahead.x.values()):
                 for number, tensor in enumerate(own):
                     tensor.copy_(row[number * NUMEL : (number + 1) * NUMEL])
 

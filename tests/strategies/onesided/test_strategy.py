@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.strategies import Strategy
-from syncline.strategies.onesided import OneSided
+from syncline.strategies.onesided import OneSided, OneSidedRun
 from syncline.strategies.onesided.mailslots import MAX_QUEUED_MESSAGES
-from syncline.strategies.onesided.strategy import OneSidedRun
 from syncline.testing.hunting import hunt, kill_soon
 from syncline.testing.strategies import StrategyContract, flat
 from syncline.training.loop import train

@@ -23,18 +23,17 @@ worker that has ended does not disconnect its group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
-from syncline.strategies.base import RunSettings, Strategy
-from syncline.strategies.easgd.centre import DEFAULT_TOTAL_PULL
-from syncline.strategies.easgd.run import NesterovLookahead, subtract
-from syncline.strategies.parameter_server import ReplicaRun, ServerOptions
+from syncline.strategies.easgd.synchronous import DEFAULT_TOTAL_PULL, NesterovLookahead, groups_of
+from syncline.strategies.parameter_server import ReplicaRun
+
+if TYPE_CHECKING:
+    from syncline.strategies.easgd import EASGD
 
 __all__ = ["ServerElasticRun", "ServerElasticTreeRun"]
 
@@ -42,27 +41,17 @@ __all__ = ["ServerElasticRun", "ServerElasticTreeRun"]
 class ServerElasticRun(ReplicaRun):
     """The servers hold the centre; each worker has its own x."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        period: int,
-        alpha: float,
-        momentum: float,
-    ) -> None:
-        super().__init__(
-            strategy, model, optimizer, communicator, settings, ServerOptions(rule="add", slack=None, stride=period)
-        )
-        self.period = period
-        self.alpha = alpha
+    strategy: EASGD
+
+    def setup(self) -> None:
+        super().setup()
+        self.groups = groups_of(self.world, self.strategy.centres)
+        self.alpha = self.strategy.alpha_in(self.groups, self.communicator.rank)
         self.steps_since_average = 0
         """Steps since the last exchange."""
-        named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
-        self.lookahead = NesterovLookahead(named, momentum) if momentum and communicator.size > 1 else None
+        self._named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
+        momentum = self.strategy.momentum if self.communicator.size > 1 else 0.0
+        self.lookahead = NesterovLookahead(self._named, momentum)
         self.difference = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The values of the latest push. They must not change until it has arrived."""
         self._difference_views = self.keys.views(self.difference)
@@ -81,21 +70,18 @@ class ServerElasticRun(ReplicaRun):
     @property
     def own(self) -> list[Tensor]:
         """This worker's x. With momentum the model holds the look-ahead point instead."""
-        return [each.detach() for each in self.parameters] if self.lookahead is None else self.lookahead.own
+        return self.lookahead.own
 
     def before_step(self) -> None:
-        if self.steps_since_average + 1 >= self.period and self.communicator.size > 1:
+        if self.steps_since_average + 1 >= self.strategy.period and self.communicator.size > 1:
             self._back = self.average_with_centre()
 
     def after_step(self) -> None:
         self.steps_since_average += 1
         with torch.no_grad():
-            weights, back, self._back = [each.detach() for each in self.parameters], self._back, None
-            if self.lookahead is not None:
-                self.lookahead.after_step(weights, back)
-            else:
-                subtract(weights, back)
-        if self.steps_since_average >= self.period:
+            back, self._back = self._back, None
+            self.lookahead.after_step(back)
+        if self.steps_since_average >= self.strategy.period:
             self.steps_since_average = 0
             if self.communicator.size == 1:
                 self._publish()
@@ -103,44 +89,35 @@ class ServerElasticRun(ReplicaRun):
     def push_remaining(self) -> None:
         if self.communicator.size == 1:
             self._publish(tick=False)
-        elif (
-            self.steps_since_average and self.client.clock == 0
-        ):  # else none of this worker's steps would be in the centre
-            self.average_with_centre()
+        elif self.steps_since_average and self.client.clock == 0:
+            self.average_with_centre()  # else none of this worker's steps would be in the centre
 
     # State.
 
     def restart(self) -> None:
         super().restart()
         self.steps_since_average, self._back = 0, None
-        if self.lookahead is not None:
-            self.lookahead.reset([each.detach() for each in self.parameters])
+        self.lookahead.reset()
 
     def local_state(self) -> dict[str, Any]:
-        ahead = {} if self.lookahead is None else {"x": self.lookahead.state()}
-        weights = {
-            field.name: each.detach().clone() for field, each in zip(self.keys.parameters, self.parameters, strict=True)
-        }
-        return {**super().local_state(), "weights": weights, "since": self.steps_since_average, **ahead}
+        weights = {name: each.detach().clone() for name, each in self._named.items()}
+        own = {"weights": weights, "since": self.steps_since_average}
+        return {**super().local_state(), **own, **self.lookahead.state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """A worker that the checkpoint does not know begins at the centre."""
         super().load_shared_state(state)
-        if self.lookahead is not None:
-            self.lookahead.reset([each.detach() for each in self.parameters])
+        self.lookahead.reset()
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
         if not states:
             return
         own = states[0]
-        for field, each in zip(self.keys.parameters, self.parameters, strict=True):
-            each.detach().copy_(own["weights"][field.name])
+        for name, each in self._named.items():
+            each.detach().copy_(own["weights"][name])
         self.steps_since_average = int(own.get("since", 0))
-        if self.lookahead is not None:
-            self.lookahead.load(own["x"]) if "x" in own else self.lookahead.reset(
-                [each.detach() for each in self.parameters]
-            )
+        self.lookahead.load(own)
 
     # Within.
 
@@ -164,54 +141,35 @@ class ServerElasticRun(ReplicaRun):
         self.finish_pushes()
         torch._foreach_copy_(self._difference_views, self.own)
         with self.explain_errors():
-            self.pushed = [
-                self.client.push((0, self.keys.trained), self.difference, handler="assign", tick=tick),
-            ]
+            self.pushed = [self.client.push((0, self.keys.trained), self.difference, handler="assign", tick=tick)]
         self.count_bytes()
 
 
 class ServerElasticTreeRun(ServerElasticRun):
     """Averages with the centre of its group, and in turn averages that centre with the root."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        period: int,
-        alpha: float,
-        momentum: float,
-        groups: Sequence[Sequence[int]],
-        root_every: int,
-    ) -> None:
-        super().__init__(
-            strategy, model, optimizer, communicator, settings, period=period, alpha=alpha, momentum=momentum
-        )
-        self.groups = [list(group) for group in groups]
-        number = next(number for number, group in enumerate(self.groups) if communicator.rank in group)
+    def setup(self) -> None:
+        super().setup()
+        number = next(number for number, group in enumerate(self.groups) if self.communicator.rank in group)
         self._group = self.groups[number]
         self._beta = DEFAULT_TOTAL_PULL / len(self.groups)
-        self._root_every = root_every
         self._trades = 0
         self.root_difference = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The values that move from the group's centre to the root."""
         self._known_groups = True
         self._counted_near = (0, 0)
-        network, codec = server_network(self.world), communicator.codec
+        network, codec = server_network(self.world), self.communicator.codec
         members = [network.workers[rank] for rank in self._group]
         self._near = open_space(
             self.world,
-            f"{strategy.name} group {number}",
+            f"{self.strategy.name} group {number}",
             self.keys.trained,
             codec=None if codec is None else repr(codec),
             # A worker leaves together with its group, so that it cannot hold a shard of another group.
             servers=network.servers if network.dedicated else members,
             workers=members,
-            initial=self.keys.read(model)[: self.keys.trained],
-            seed=settings.seed,
+            initial=self.keys.read(self.model)[: self.keys.trained],
+            seed=self.settings.seed,
             retry_s=network.transport.retry_after_s,
         )
 
@@ -224,8 +182,9 @@ class ServerElasticTreeRun(ServerElasticRun):
         # The root counts the steps.
         pushed.append(self.client.push((0, 1), torch.zeros(1, dtype=torch.float32), tick=True))
         self._trades += 1
-        turn = self._trades + self._group.index(self.communicator.rank) * self._root_every
-        if turn % (self._root_every * len(self._group)) == 0:
+        root_every = self.strategy.root_every
+        turn = self._trades + self._group.index(self.communicator.rank) * root_every
+        if turn % (root_every * len(self._group)) == 0:
             self._average_with_root()
         return pushed
 

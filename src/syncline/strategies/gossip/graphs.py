@@ -72,8 +72,8 @@ class Graph:
 
     @cached_property
     def contraction(self) -> float:
-        """σ: the largest factor by which a round changes the distance from the mean."""
-        return _contraction(self.matrix)
+        """σ = ‖W − 11ᵀ/p‖₂: the largest factor by which a round changes the distance from the mean."""
+        return min(1.0, float(torch.linalg.matrix_norm(self.tensor() - 1.0 / self.size, ord=2)))
 
     @property
     def gap(self) -> float:
@@ -117,7 +117,7 @@ def build_graph(graph: str | Matrix, size: int) -> Graph:
                 f"{what} is for {result.size} workers, and this world has {size}: give a matrix of {size} rows and "
                 f"columns, or a graph by its name ({', '.join(GRAPHS)})"
             )
-    check_connected(result.matrix, what)
+    check_connected(result, what)
     return result
 
 
@@ -228,30 +228,26 @@ def check_matrix(rows: Sequence[Any], what: str) -> Matrix:
     return tuple(matrix)
 
 
-def check_connected(matrix: Matrix, what: str) -> None:
+def check_connected(graph: Graph, what: str) -> None:
     """Refuse a graph that is not connected, or one with a spectral gap of 0."""
-    unreached = _unreached(matrix)
+    # Because columns sum to 1, every path has a way back: it is enough to look from worker 0.
+    seen, waiting = {0}, [0]
+    while waiting:
+        new = set(graph.targets(waiting.pop())) - seen
+        seen |= new
+        waiting += new
+    unreached = [worker for worker in range(graph.size) if worker not in seen]
     if unreached:
         raise SpecError(
             f"{what}: no path leads from worker 0 to {', '.join(map(str, unreached[:8]))}"
             f"{', …' * (len(unreached) > 8)}: the graph is not connected, and its parts would train apart; "
             "join them by an edge"
         )
-    if len(matrix) > 1 and 1.0 - _contraction(matrix) < MIN_SPECTRAL_GAP:
+    if graph.size > 1 and graph.gap < MIN_SPECTRAL_GAP:
         raise SpecError(
             f"{what}: a round brings the workers no nearer to each other (the spectral gap is 0), as where all weights "
             "only change places: keep some weight on the diagonal, such as (W + 1) / 2"
         )
-
-
-def _contraction(matrix: Matrix) -> float:
-    """‖W − 11ᵀ/p‖₂: the second largest singular value; of a symmetric matrix |λ₂|.
-
-    >>> _contraction(((0.75, 0.25), (0.25, 0.75)))
-    0.5
-    """
-    whole = torch.tensor(matrix, dtype=torch.float64)
-    return min(1.0, float(torch.linalg.matrix_norm(whole - 1.0 / len(matrix), ord=2)))
 
 
 def _read_matrix(path: str) -> Matrix:
@@ -270,15 +266,3 @@ def _read_matrix(path: str) -> Matrix:
     if not isinstance(rows, list):
         raise SpecError(f"{what}: it holds {type(rows).__name__}, and not rows of numbers")
     return check_matrix(rows, what)
-
-
-def _unreached(matrix: Matrix) -> list[int]:
-    """Workers without a path from worker 0. Because columns sum to 1, every path has a way back."""
-    seen, waiting = {0}, [0]
-    while waiting:
-        source = waiting.pop()
-        for worker, row in enumerate(matrix):
-            if row[source] > 0 and worker not in seen:
-                seen.add(worker)
-                waiting.append(worker)
-    return [worker for worker in range(len(matrix)) if worker not in seen]

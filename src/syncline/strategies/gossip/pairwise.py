@@ -27,44 +27,42 @@ from __future__ import annotations
 import logging
 import math
 import random
-import struct
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
-from syncline.reduction import Communicator, Stats
+from syncline.reduction import Stats
 from syncline.runtime import Task
 from syncline.server import Client, Future, open_space, server_network
 from syncline.strategies.asynchronous import AsynchronousRun
-from syncline.strategies.base import RunSettings, Strategy, check_gradients, trained
-from syncline.strategies.gossip.graphs import Graph
+from syncline.strategies.base import check_gradients, trained
+from syncline.strategies.gossip.graphs import build_graph
 from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
-from syncline.strategies.parameter_server import ServerChannel
+from syncline.strategies.parameter_server import ServerChannel, loaded_clocks, saved_clocks, set_clocks
 from syncline.transports import Handle, Transport
+from syncline.wire import WireHeader
 from syncline.world import World
 from syncline.world.hooks import ModuleHook
+
+if TYPE_CHECKING:
+    from syncline.strategies.gossip import Gossip
 
 __all__ = ["PairMessage", "PairwiseChannel", "PairwisePeers", "PairwiseRun", "comes_before", "mean_of"]
 
 logger = logging.getLogger("syncline")
 
-MAGIC = b"SLGP"
-VERSION = 1
-HEADER_FIELDS = struct.Struct("<4sBB2xQQ")
-"""Magic, version, kind, 2 spare bytes, number, bytes of the row."""
-HEADER_CRC = struct.Struct("<I4x")  # the row after it is aligned
-HEADER_BYTES = HEADER_FIELDS.size + HEADER_CRC.size
+HEADER = WireHeader(b"SLGP", version=1, fields="B2xQQ", padding=4)
+"""Kind, 2 spare bytes, number, bytes of the row. The padding aligns the row."""
+HEADER_BYTES = HEADER.nbytes
 
 AVERAGE, READ, DONE, FINAL, OK, REFUSED = range(1, 7)
 """Kinds of messages."""
@@ -94,9 +92,8 @@ class PairMessage:
     def write(kind: int, number: int, row: Tensor | None = None) -> Tensor:
         """The bytes of a message."""
         data = message_buffer(row)
-        fields = HEADER_FIELDS.pack(MAGIC, VERSION, kind, number, data.numel() - HEADER_BYTES)
-        header = fields + HEADER_CRC.pack(zlib.crc32(fields))
-        data[:HEADER_BYTES] = torch.from_numpy(np.frombuffer(header, np.uint8).copy())
+        header = HEADER.pack(kind, number, data.numel() - HEADER_BYTES)
+        data[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         if row is not None:
             data[HEADER_BYTES:].view(row.dtype).copy_(row)
         return data
@@ -104,21 +101,13 @@ class PairMessage:
     @staticmethod
     def read(data: Tensor, peer: int) -> PairMessage:
         """Parse bytes from `peer`; invalid ones raise a `ProtocolError`."""
-        if data.numel() < HEADER_BYTES:
-            raise ProtocolError(f"rank {peer} sent {data.numel()} B, and a header alone has {HEADER_BYTES}", peer=peer)
-        header = data[:HEADER_BYTES].numpy().tobytes()
-        magic, version, kind, number, length = HEADER_FIELDS.unpack_from(header)
-        (checksum,) = HEADER_CRC.unpack_from(header, HEADER_FIELDS.size)
-        if magic != MAGIC or version != VERSION or checksum != zlib.crc32(header[: HEADER_FIELDS.size]):
-            raise ProtocolError(
-                f"rank {peer} sent bytes that are no message of version {VERSION} ({header[:6]!r} …)", peer=peer
-            )
+
+        def refuse(why: str) -> ProtocolError:
+            return ProtocolError(f"rank {peer} sent a message that is refused: {why}", peer=peer)
+
+        kind, number, length = HEADER.read(data[:HEADER_BYTES].numpy().tobytes(), refuse)
         if not AVERAGE <= kind <= REFUSED or length != data.numel() - HEADER_BYTES:
-            raise ProtocolError(
-                f"rank {peer} sent a message of kind {kind} that announces {length} B and has "
-                f"{data.numel() - HEADER_BYTES}",
-                peer=peer,
-            )
+            raise refuse(f"kind {kind}, with {data.numel() - HEADER_BYTES} B instead of {length} B after its header")
         return PairMessage(kind, number, data[HEADER_BYTES:], peer)
 
     def row(self, dtype: torch.dtype, numel: int | None = None) -> Tensor:
@@ -383,21 +372,19 @@ class PairwiseChannel(ServerChannel):
 class PairwiseRun(AsynchronousRun):
     """One worker. Its real weights are `peers.weights`; the model holds a snapshot of them."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        graph: Graph,
-        period: int,
-        seed: int,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.graph = graph
-        self._period, self._seed = period, seed
+    strategy: Gossip
+    copies_weights = True
+
+    def setup(self) -> None:
+        super().setup()
+        codec = self.communicator.codec
+        if codec is not None:
+            raise IncompatibleError(
+                f"gossip(pairwise=True) averages two workers' weights as they are, and {codec!r} would lose parts "
+                "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
+            )
+        model, optimizer, world = self.model, self.optimizer, self.world
+        self.graph = build_graph(self.strategy.graph, self.communicator.size)
         self._names = trained(model)
         self.draws = 0
         """The number of random neighbours so far."""
@@ -410,12 +397,12 @@ class PairwiseRun(AsynchronousRun):
         buffers = _flat(self._averaged_buffers(model)).to(self.snapshot.dtype)
         state = torch.cat([self.snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
         self.peers: PairwisePeers | None = None
-        if communicator.size > 1:
-            self.peers = PairwisePeers(_channel(communicator.world), state, self.snapshot.numel(), communicator.stats)
+        if self.communicator.size > 1:
+            self.peers = PairwisePeers(_channel(world), state, self.snapshot.numel(), self.stats)
         self._now = torch.empty_like(self.snapshot)
-        network = server_network(communicator.world)
+        network = server_network(world)
         client = open_space(
-            communicator.world, strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
+            world, self.strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
         )
         self._channel = PairwiseChannel(client, self._load_weights)
         self.hooks += [
@@ -433,11 +420,7 @@ class PairwiseRun(AsynchronousRun):
 
     @property
     def first_exchange(self) -> int | None:
-        return self._period
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
+        return self.strategy.period
 
     # Steps.
 
@@ -459,7 +442,7 @@ class PairwiseRun(AsynchronousRun):
         self._channel.tick()
 
     def _begin_average(self) -> None:
-        if self.peers is not None and (self.stats.steps + 1) % self._period == 0:
+        if self.peers is not None and (self.stats.steps + 1) % self.strategy.period == 0:
             peer = self._draw(self.peers)
             if peer is not None:
                 self.stats.next_round()
@@ -500,7 +483,7 @@ class PairwiseRun(AsynchronousRun):
         if not left:
             return None
         self.draws += 1
-        generator = random.Random(f"{self._seed}/{rank}/{self.draws}")
+        generator = random.Random(f"{self.strategy.seed}/{rank}/{self.draws}")
         return generator.choices(list(left), list(left.values()))[0]
 
     def absorb(self) -> None:
@@ -608,8 +591,7 @@ class PairwiseRun(AsynchronousRun):
         self.wait_for_all("save their weights")
         if self.peers is not None:
             self._saved_weights = self.peers.weights.clone()
-        lost, own = self.world.lost, self._channel.client.clock
-        clocks = [own if rank in lost else clock for rank, clock in enumerate(self._channel.steps())]
+        clocks = saved_clocks(self, self._channel.client)
         self.wait_for_all("go on from a checkpoint")
         return {"clocks": clocks, "workers": self.communicator.size}
 
@@ -635,10 +617,7 @@ class PairwiseRun(AsynchronousRun):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._end_average()
         self._same_size = int(state["workers"]) == self.communicator.size
-        clocks = [int(clock) for clock in state["clocks"]]
-        if len(clocks) != self.communicator.size:
-            clocks = [max(clocks, default=self.stats.steps)] * self.communicator.size
-        self._set_clocks(clocks)
+        self._set_clocks(loaded_clocks(self, state["clocks"]))
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if states:
@@ -662,13 +641,8 @@ class PairwiseRun(AsynchronousRun):
             self.wait_for_all("begin with their weights")
 
     def _set_clocks(self, clocks: list[int]) -> None:
-        client = self._channel.client
         self._channel.settle()
-        self.wait_for_all("set the clocks")
-        if self.communicator.rank == 0:
-            client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
-        self.wait_for_all("go on from these clocks")
-        client.clock = clocks[self.communicator.rank]
+        set_clocks(self, self._channel.client, clocks)
 
 
 def mean_of(rows: Sequence[Tensor]) -> Tensor:

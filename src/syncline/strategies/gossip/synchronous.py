@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.reduction import Communicator
-from syncline.strategies.base import RunSettings, Strategy
+from syncline.strategies.base import FlatLayout
 from syncline.strategies.gossip.choco import Choco, Mixing, Neighbours, StepSizes, measure_step_sizes
-from syncline.strategies.gossip.graphs import Graph
+from syncline.strategies.gossip.graphs import build_graph
 from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.transports import Handle
 from syncline.world import allreduce
+
+if TYPE_CHECKING:
+    from syncline.strategies.gossip import Gossip
 
 __all__ = ["ConsensusSketch", "GossipRun", "PlainMixing"]
 
@@ -42,10 +44,16 @@ class PlainMixing:
     """
 
     def __init__(self, neighbours: Neighbours, weights: Sequence[Tensor]) -> None:
+        for weight in weights:
+            if not weight.is_floating_point():
+                raise IncompatibleError(
+                    f"gossip mixes real numbers, and a parameter of shape {tuple(weight.shape)} is {weight.dtype}: "
+                    "view it as real numbers, or take a strategy that averages gradients, such as allreduce"
+                )
         self._neighbours = neighbours
-        self._layout = _FlatLayout(weights)
-        self._own = self._layout.empty()
-        self._theirs = {source: self._layout.empty() for source in neighbours.sources}
+        self._layout = FlatLayout(weights)
+        self._own = self._layout.flatten(weights)
+        self._theirs = {source: [torch.empty_like(row) for row in self._own] for source in neighbours.sources}
         self._receiving: list[Handle] = []
 
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
@@ -69,35 +77,6 @@ class PlainMixing:
                 difference = row.to(change.dtype).sub_(own) if row.dtype != change.dtype else row.sub_(own)
                 change.add_(difference, alpha=weight)
         return self._layout.views(changes)
-
-
-class _FlatLayout:
-    """One flat CPU tensor for each dtype of the weights, and each weight's view in it."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._by_dtype: dict[torch.dtype, list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            if not tensor.is_floating_point():
-                raise IncompatibleError(
-                    f"gossip mixes real numbers, and a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}: "
-                    "view it as real numbers, or take a strategy that averages gradients, such as allreduce"
-                )
-            self._by_dtype.setdefault(tensor.dtype, []).append(number)
-
-    def empty(self) -> list[Tensor]:
-        return [
-            torch.empty(sum(self._shapes[number].numel() for number in numbers), dtype=dtype)
-            for dtype, numbers in self._by_dtype.items()
-        ]
-
-    def views(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Each weight's view in the flat tensors, in the order of the weights."""
-        views: dict[int, Tensor] = {}
-        for row, numbers in zip(rows, self._by_dtype.values(), strict=True):
-            parts = torch.split_with_sizes(row, [self._shapes[number].numel() for number in numbers])
-            views |= {number: part.view(self._shapes[number]) for number, part in zip(numbers, parts, strict=True)}
-        return [views[number] for number in range(len(self._shapes))]
 
 
 class ConsensusSketch:
@@ -136,22 +115,18 @@ class ConsensusSketch:
 class GossipRun(LocalWeightsRun):
     """One worker among its neighbours."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-        *,
-        graph: Graph,
-        period: int,
-        beside: bool,
-        gamma: float | None,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.graph = graph
-        self._period, self._beside = period, beside
+    strategy: Gossip
+
+    def setup(self) -> None:
+        super().setup()
+        gamma = self.strategy.gamma
+        if gamma is not None and self.communicator.codec is None:
+            raise IncompatibleError(
+                f"gossip(gamma={gamma!r}) without a codec: gamma is how far compressed differences go; give "
+                "distribute a codec, or leave gamma out"
+            )
+        self.graph = build_graph(self.strategy.graph, self.communicator.size)
+        self._beside = self.strategy.form == "beside"
         self._since = 0
         """Steps since the last round."""
         self._in_progress = False
@@ -163,16 +138,16 @@ class GossipRun(LocalWeightsRun):
         self.mixing: Mixing | None = None
         """None in a world of one."""
         self._neighbours: Neighbours | None = None
-        if communicator.size > 1:
-            self._neighbours = Neighbours(communicator, graph)
-            self.mixing = self._make_mixing(self._neighbours, gamma)
+        if self.communicator.size > 1:
+            self._neighbours = Neighbours(self.communicator, self.graph)
+            self.mixing = self._make_mixing(self._neighbours)
             self._sketch = ConsensusSketch(self.weights)
 
-    def _make_mixing(self, neighbours: Neighbours, gamma: float | None) -> Mixing:
+    def _make_mixing(self, neighbours: Neighbours) -> Mixing:
         communicator, codec = self.communicator, self.communicator.codec
         if codec is None:
             return PlainMixing(neighbours, self.weights)
-        self._step_sizes = measure_step_sizes(communicator, self._names, codec, gamma)
+        self._step_sizes = measure_step_sizes(communicator, self._names, codec, self.strategy.gamma)
         return Choco(neighbours, self._names, codec, self._step_sizes, communicator.rank, self.settings.seed)
 
     @property
@@ -183,7 +158,7 @@ class GossipRun(LocalWeightsRun):
 
     @property
     def first_exchange(self) -> int | None:
-        return self._period
+        return self.strategy.period
 
     @property
     def copies_weights(self) -> bool:
@@ -194,7 +169,7 @@ class GossipRun(LocalWeightsRun):
     def after_step(self) -> None:
         self._finish_round()
         self._since += 1
-        if self._since >= self._period:
+        if self._since >= self.strategy.period:
             self.sync()
 
     def sync(self, active: bool = True) -> int:

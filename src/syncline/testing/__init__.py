@@ -19,6 +19,7 @@ from syncline.testing.hunting import hunt, hunt_cases, kill_soon
 from syncline.testing.processes import Pool
 from syncline.testing.strategies import StrategyContract
 from syncline.testing.transports import TransportContract
+from syncline.testing.workloads import WorkloadContract
 
 __all__ = [
     "CodecContract",
@@ -26,6 +27,7 @@ __all__ = [
     "ScheduleContract",
     "StrategyContract",
     "TransportContract",
+    "WorkloadContract",
     "check_schedule",
     "hunt",
     "hunt_cases",

@@ -47,12 +47,7 @@ def parse_slow(text: str) -> Slow:
         raise SpecError(f"{text!r} does not say {' and '.join(missing)}; write for example {EXAMPLE}")
     if not found["rank"].is_integer():
         raise SpecError(f"rank={found['rank']:g} in {text!r} is no whole number")
-    return Slow(
-        rank=int(found["rank"]),
-        factor=found["factor"],
-        start=found.get("start", 0.0),
-        stop=found.get("stop", math.inf),
-    )
+    return Slow(int(found.pop("rank")), **found)
 
 
 def check_slow(slow: Sequence[Slow], workers: int, seconds_a_sample: float | None) -> None:

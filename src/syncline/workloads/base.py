@@ -25,7 +25,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from syncline.errors import SpecError
 from syncline.specs import Spec, nearest
@@ -231,7 +231,7 @@ class Workload(ABC):
 
 def sample_tensors(dataset: object) -> list[Tensor]:
     """The tensors of a dataset that stores its samples in tensors (`Pairs`, `TensorDataset`); of others none."""
-    return [tensor for tensor in getattr(dataset, "tensors", ()) if isinstance(tensor, Tensor)]
+    return list(dataset.tensors) if isinstance(dataset, (Pairs, TensorDataset)) else []
 
 
 def _digest(splits: Splits) -> str | None:

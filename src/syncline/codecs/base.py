@@ -334,10 +334,8 @@ class DenseCodec(PayloadCodec):
         kernel = self.kernel
         whole, rest = divmod(numel, kernel.block)
         scales = min(numel, 1) if kernel.shared_scale else -(-numel // kernel.block)
-        per_byte = kernel.codes_per_byte
-        return kernel.scale_bytes * scales + kernel.planes * (
-            whole * -(-kernel.block // per_byte) + -(-rest // per_byte)
-        )
+        block_bytes, rest_bytes = -(-kernel.block // kernel.codes_per_byte), -(-rest // kernel.codes_per_byte)
+        return kernel.scale_bytes * scales + kernel.planes * (whole * block_bytes + rest_bytes)
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         random = (rng.start, rng.key) if self.draws_random_bits else ()

@@ -289,7 +289,7 @@ class PayloadCodec(Codec):
 
     def check_length(self, body: Tensor, out: Tensor) -> None:
         """Refuse a body of fixed length that is not as long as that of `out`."""
-        due = _body_lengths(self, (out.numel(),), 0)[0]
+        due = self.body_bytes(out.numel())
         if body.numel() != due:
             raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
 
@@ -329,6 +329,13 @@ class DenseCodec(PayloadCodec):
     @abstractmethod
     def kernel(self) -> DenseKernel:
         """The kernels that write and read bodies."""
+
+    def body_bytes(self, numel: int, step: int = 0) -> int:
+        kernel = self.kernel
+        whole, rest = divmod(numel, kernel.block)
+        scales = min(numel, 1) if kernel.shared_scale else -(-numel // kernel.block)
+        block_bytes, rest_bytes = -(-kernel.block // kernel.codes_per_byte), -(-rest // kernel.codes_per_byte)
+        return kernel.scale_bytes * scales + kernel.planes * (whole * block_bytes + rest_bytes)
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         random = (rng.start, rng.key) if self.draws_random_bits else ()

@@ -51,8 +51,4 @@ class OneBit(DenseCodec):
 
     @cached_property
     def kernel(self) -> DenseKernel:
-        return DenseKernel("onebit", self.bucket)
-
-    def body_bytes(self, numel: int, step: int = 0) -> int:
-        whole, rest = divmod(numel, self.bucket)
-        return 8 * -(-numel // self.bucket) + whole * -(-self.bucket // 8) + -(-rest // 8)
+        return DenseKernel("onebit", self.bucket, scale_bytes=8)

@@ -68,8 +68,5 @@ class Quantize(DenseCodec):
 
     @cached_property
     def kernel(self) -> DenseKernel:
-        return DenseKernel("quantize", self.bucket, (self.bits,), (self.norm == "l2", self.stochastic))
-
-    def body_bytes(self, numel: int, step: int = 0) -> int:
-        whole, rest = divmod(numel, self.bucket)
-        return 4 * -(-numel // self.bucket) + self.bits * (whole * -(-self.bucket // 8) + -(-rest // 8))
+        rounding = (self.norm == "l2", self.stochastic)
+        return DenseKernel("quantize", self.bucket, (self.bits,), rounding, planes=self.bits)

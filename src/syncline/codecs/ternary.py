@@ -63,14 +63,8 @@ class Ternary(DenseCodec):
 
     @cached_property
     def kernel(self) -> DenseKernel:
-        return DenseKernel("ternary", self._block, (self.bucket is None,), (float(self.clip or 0.0),))
-
-    def body_bytes(self, numel: int, step: int = 0) -> int:
-        whole, rest = divmod(numel, self._block)
-        scales = min(numel, 1) if self.bucket is None else -(-numel // self.bucket)
-        return 4 * scales + whole * -(-self._block // 5) + -(-rest // 5)
-
-    @property
-    def _block(self) -> int:
-        """Number of elements packed together."""
-        return BLOCK_ELEMENTS if self.bucket is None else self.bucket
+        shared = self.bucket is None
+        rounding = (float(self.clip or 0.0),)
+        return DenseKernel(
+            "ternary", self.bucket or BLOCK_ELEMENTS, (shared,), rounding, codes_per_byte=5, shared_scale=shared
+        )

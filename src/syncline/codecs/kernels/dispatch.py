@@ -118,6 +118,13 @@ class DenseKernel(NamedTuple):
     """Arguments of both kernels, after the block."""
     rounding: tuple[Any, ...] = ()
     """Further arguments of `encode`."""
+    planes: int = 1
+    """Number of bytes for each `codes_per_byte` codes."""
+    codes_per_byte: int = 8
+    scale_bytes: int = 4
+    """Size of the scales of a block."""
+    shared_scale: bool = False
+    """All blocks share one scale."""
 
     def encode(self, flat: Tensor, residual: Tensor | None, body: Tensor, *random: int) -> bool:
         """Write a body. Returns False for NaN or Inf. A residual is added first, and then holds the rest.

@@ -1,4 +1,4 @@
-"""Honest races of every kind that the lint knows, and the hands of somebody who edits their files."""
+"""Correct races of every kind that the lint knows, and functions that edit their files."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ RACES: dict[str, dict[str, Any]] = {
 
 
 class Races:
-    """Each race is run once; whoever wants to change one gets a copy."""
+    """Runs each race once; a test that changes a race takes a copy."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def honest(self, name: str) -> Path:
-        """The race itself: to look at."""
+        """The race itself, for reading only."""
         path = self._folder / name
         return path if path.exists() else make_race(path, **RACES[name])
 
     def copy(self, name: str, place: Path) -> Path:
-        """One to change."""
+        """A copy that the test may change."""
         return Path(shutil.copytree(self.honest(name), place / name))
 
 
 def linted(folder: Path) -> tuple[set[str], str]:
-    """Numbers of the rules that the lint finds broken, and all that it finds in one text."""
+    """The numbers of the broken rules, and all findings as one text."""
     findings = lint(read_race(folder))
     broken = {finding.rule for finding in findings if finding.severity == "violation"}
     return broken, "\n".join(map(str, findings))
 
 
 def run_folders(folder: Path, pattern: str = "runs/*/*") -> list[Path]:
-    """Those with a log."""
+    """The folders of runs that have a log."""
     return sorted(path for path in folder.glob(pattern) if (path / "log.jsonl").exists())
 
 
@@ -83,6 +83,6 @@ def edit_registry(folder: Path, change: Callable[[list[Line]], list[Line]]) -> N
 
 
 def drop_run(folder: Path, name: str) -> None:
-    """As if it had never been."""
+    """Remove a run and its lines in the registry."""
     shutil.rmtree(folder / name)
     edit_registry(folder, lambda lines: [line for line in lines if line.get("run") != name])

@@ -60,9 +60,9 @@ def make_race(folder: Path, **changes: Any) -> Path:
 
 
 def reseal(folder: Path) -> None:
-    """Make the registry fit what lies in the folder now, as somebody who cheats with care would.
+    """Make the registry fit the files in the folder, as a careful cheater would.
 
-    A changed file has its new sum, a changed plan too, and the chain is whole again.
+    Changed files and a changed plan get their new checksums, and the chain of hashes is valid again.
     """
     path = folder / "registry.jsonl"
     previous, lines = "", []

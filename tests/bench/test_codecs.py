@@ -36,7 +36,7 @@ def row(document: dict[str, Any], codec: str, feedback: bool = False, size: int 
     return dict(found[0])
 
 
-def test_every_codec_is_in_the_field() -> None:
+def test_every_codec_is_measured_by_default() -> None:
     named = {link.name for spec in DEFAULT_CODECS for link in parse(spec)}
     assert named == set(codec_names()) - {"raw", "per_layer", "by_size"}, "choosing is no codec of its own, raw none"
     for spec in DEFAULT_CODECS:

@@ -317,22 +317,22 @@ def test_predictions_are_near(raced: Path) -> None:
     assert run.config["predicted"]["communication"] == pytest.approx(measured, rel=0.5)
 
 
-class Moody(SimulatedRunner):
-    """Does what it is told to in place of some runs."""
+class ScriptedRunner(SimulatedRunner):
+    """Returns a given result, or raises a given error, instead of some runs."""
 
-    def __init__(self, moods: dict[str, RunResult | type[BaseException]]) -> None:
+    def __init__(self, results: dict[str, RunResult | type[BaseException]]) -> None:
         super().__init__(NETWORK)
-        self.moods = moods
+        self.results = results
         self.ran: list[str] = []
 
     def run(self, plan: TrainPlan, workers: int, tick: Callable[[], str | None], mpi: bool = False) -> RunResult:
         name = "/".join(Path(plan.folder).parts[-2:])
         self.ran.append(name)
-        mood = self.moods.get(name)
-        if isinstance(mood, RunResult):
-            return mood
-        if mood is not None:
-            raise mood
+        result = self.results.get(name)
+        if isinstance(result, RunResult):
+            return result
+        if result is not None:
+            raise result
         return super().run(plan, workers, tick)
 
 
@@ -340,12 +340,12 @@ def test_ctrl_c_keeps_what_is_done_and_the_race_goes_on(tmp_path: Path, raced: P
     plan = replace(PLAN, seeds=(1, 2))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
     third = plan.runs()[2].folder.removeprefix("runs/")
-    stopped = Moody({third: KeyboardInterrupt})
+    stopped = ScriptedRunner({third: KeyboardInterrupt})
     assert not RaceRunner(tmp_path / "race", stopped, Silent()).run()
     race = read_race(tmp_path / "race")
     assert [run.status for run in race.runs] == ["finished", "finished", "interrupted"]
     assert len(race.remaining()) == 4
-    after = Moody({})
+    after = ScriptedRunner({})
     assert RaceRunner(tmp_path / "race", after, Silent()).run()
     assert after.ran[0] == f"{third}.2", "the attempt that was stopped keeps its folder"
     assert len(after.ran) == 4
@@ -375,11 +375,11 @@ def test_a_race_whose_process_was_killed_goes_on(tmp_path: Path) -> None:
 def test_who_fails_stays_in_the_table(tmp_path: Path) -> None:
     plan = replace(PLAN, seeds=(1,))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
-    moods = {
+    results = {
         "allreduce/2w-seed1": RunResult("failed", "RuntimeError: boom"),
         "quantize-4/2w-seed1": RunResult("hung", "late"),
     }
-    assert RaceRunner(tmp_path / "race", Moody(dict(moods)), Silent()).run()
+    assert RaceRunner(tmp_path / "race", ScriptedRunner(dict(results)), Silent()).run()
     race = read_race(tmp_path / "race")
     assert {run.entry: (run.status, run.reason) for run in race.runs} == {
         "allreduce": ("failed", "RuntimeError: boom"),
@@ -419,20 +419,20 @@ def test_a_rate_that_diverged_is_not_chosen(tmp_path: Path) -> None:
     plan = replace(PLAN, tuning=tuning, entries=PLAN.entries[:1], seeds=(1,))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
 
-    class Late(SimulatedRunner):
+    class DivergesAtTheEnd(SimulatedRunner):
         def run(self, plan: TrainPlan, workers: int, tick: Callable[[], str | None], mpi: bool = False) -> RunResult:
             result = super().run(plan, workers, tick)
             return RunResult("diverged", "NaN at the end") if plan.folder.endswith("rate-times-1") else result
 
-    assert RaceRunner(tmp_path / "race", Late(NETWORK), Silent()).run()
+    assert RaceRunner(tmp_path / "race", DivergesAtTheEnd(NETWORK), Silent()).run()
     assert read_race(tmp_path / "race").rates == {"allreduce": pytest.approx(0.05)}
 
 
-def test_an_arena_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
+def test_a_runner_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
     plan = replace(PLAN, entries=PLAN.entries[:1], seeds=(1,))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
-    moods: dict[str, RunResult | type[BaseException]] = {"allreduce/2w-seed1": WorldError}
-    assert RaceRunner(tmp_path / "race", Moody(moods), Silent()).run()
+    results: dict[str, RunResult | type[BaseException]] = {"allreduce/2w-seed1": WorldError}
+    assert RaceRunner(tmp_path / "race", ScriptedRunner(results), Silent()).run()
     assert [run.status for run in read_race(tmp_path / "race").runs] == ["failed"]
 
 
@@ -524,8 +524,8 @@ def test_the_view_tells_the_race(tmp_path: Path, terminal: bool) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=100, color_system=None)
     with RaceProgress(read_race(tmp_path / "race"), console) as view:
-        moods: dict[str, RunResult | type[BaseException]] = {"quantize-4/2w-seed1": RunResult("failed", "boom")}
-        assert RaceRunner(tmp_path / "race", Moody(moods), view).run()
+        results: dict[str, RunResult | type[BaseException]] = {"quantize-4/2w-seed1": RunResult("failed", "boom")}
+        assert RaceRunner(tmp_path / "race", ScriptedRunner(results), view).run()
     shown = screen.getvalue()
     assert "allreduce(delay=1)" in shown
     assert "failed" in shown

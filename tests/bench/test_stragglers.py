@@ -1,4 +1,4 @@
-"""`syncline bench stragglers`: what it refuses, whom it slows, and a small comparison on the simulator."""
+"""`syncline bench stragglers`: what it refuses, which workers it slows, and a small comparison on the simulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_refused(wrong: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_whom_a_scenario_slows() -> None:
+def test_which_workers_a_scenario_slows() -> None:
     plan = StragglersPlan(out="", workers=3, step=0.5)
     assert SCENARIOS["equal"](plan) == []
     (slow,) = SCENARIOS["lasting"](plan)

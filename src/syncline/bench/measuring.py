@@ -171,7 +171,7 @@ def over_ranks(channel: Channel, values: Sequence[Any], op: Literal["min", "max"
 
     table = torch.tensor(values, dtype=torch.float64)
     allreduce(channel, table, op, build("allreduce", "recursive_doubling"))
-    return table.tolist()  # type: ignore[no-any-return]
+    return table.tolist()
 
 
 def describe_place(document: Mapping[str, Any]) -> str:

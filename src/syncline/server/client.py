@@ -372,32 +372,31 @@ class Client:
                 f"a control request of {body.numel()} B; at most {protocol.MAX_INLINE_BYTES} B are allowed"
             )
         connections = self.sender.connections if everywhere else self.sender.connections[:1]
-        requests = [self.sender.send(each, RequestHeader(protocol.CONTROL), body) for each in connections]
-        Future(self.sender, 0, requests).wait()
-        replies = [json.loads(each.reply_body) for each in requests]
+        replies = [json.loads(reply) for reply in self._ask(protocol.CONTROL, connections, body)]
         return replies if everywhere else replies[0]
 
     # Opening and closing.
 
     def hello(self) -> None:
         """Send the space's description to the servers."""
-        body = bytes_tensor(self.description.to_json())
-        requests = [self.sender.send(each, RequestHeader(protocol.HELLO), body) for each in self.sender.connections]
-        Future(self.sender, 0, requests).wait()
+        self._ask(protocol.HELLO, self.sender.connections, bytes_tensor(self.description.to_json()))
 
     def observe(self) -> Client:
         """Ask a server for the space's description, once the workers have sent it; return a client that observes."""
         first = self.sender.connections[0]
-        request = self.sender.send(first, RequestHeader(protocol.HELLO))
-        Future(self.sender, 0, [request]).wait()
-        description = SpaceDescription.from_json(request.reply_body)
+        description = SpaceDescription.from_json(self._ask(protocol.HELLO, [first])[0])
         observer = Client(self.network, description, retry_s=self.sender.retry_s)
-        sender = observer.sender
+        connections = observer.sender.connections
         first.index = description.servers.index(first.member)
-        sender.connections[first.index] = first
-        others = [each for each in sender.connections if each is not first]
-        Future(sender, 0, [sender.send(each, RequestHeader(protocol.HELLO)) for each in others]).wait()
+        connections[first.index] = first
+        observer._ask(protocol.HELLO, [each for each in connections if each is not first])
         return observer
+
+    def _ask(self, kind: int, connections: Iterable[ServerConnection], body: Tensor = EMPTY_BODY) -> list[bytes]:
+        """Send the same request to several servers, and return the bodies of their replies."""
+        requests = [self.sender.send(each, RequestHeader(kind), body) for each in connections]
+        Future(self.sender, 0, requests).wait()
+        return [each.reply_body for each in requests]
 
     def close(self) -> None:
         """Leave the space after the pending requests. A process that holds a shard waits until the others have left."""

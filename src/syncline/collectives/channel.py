@@ -31,7 +31,7 @@ class BufferPool:
     """
 
     def __init__(self, runtime: Runtime, max_bytes: int = 1 << 28) -> None:
-        self._lock = runtime.lock()
+        self._lock = runtime.lock(short=True)
         self._max_bytes = max_bytes
         self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
         self._free_bytes = 0

@@ -186,7 +186,7 @@ class Lane:
         for move, data, _ in self._receiving:
             if move.combine:
                 self._finish_sending(move)
-                combined += self._chunks.nbytes(move)
+                combined += data.numel()
             self._chunks.merge(move, data)
         self._receiving.clear()
         if combined:

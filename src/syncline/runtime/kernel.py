@@ -91,13 +91,20 @@ def one_torch_thread() -> Iterator[None]:
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Collect garbage less often: a simulation makes millions of small objects without cycles."""
-    thresholds = gc.get_threshold()
+    """Collect garbage less often: a simulation makes millions of small objects without cycles.
+
+    Objects that exist already, most of them torch's, are not examined.
+    """
+    thresholds, freezes = gc.get_threshold(), gc.get_freeze_count() == 0
     gc.set_threshold(100 * max(700, thresholds[0]), *thresholds[1:])
+    if freezes:
+        gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
+        if freezes:
+            gc.unfreeze()
 
 
 _variable: Any = Variable
@@ -579,15 +586,10 @@ class Kernel:
             self._states.switch(task.rank)
         self._current = task
 
-    def _leave_home(self, task: SimulatedTask, following: SimulatedTask | None = None) -> None:
-        """Let the home thread run `following`, or wait for its lock. Returns when this task is resumed."""
-        task.greenlet = getcurrent()  # user code may use greenlets, so this need not be the first one
-        if following is not None and following.greenlet is not None:
-            following.greenlet.switch()
-        else:
-            # The hub starts new greenlets, so that their stacks do not begin on top of this one.
-            assert self.hub is not None, "the task runs on the home thread"
-            self.hub.switch(following)
+    def _to_hub(self, following: SimulatedTask | None) -> None:
+        """Let the hub run `following`, or wait for the home thread's lock. Returns when the calling task is resumed."""
+        assert self.hub is not None, "the task runs on the home thread"
+        self.hub.switch(following)
 
     def _switch_to(self, following: SimulatedTask, task: SimulatedTask) -> None:
         """On the home thread: let another task run until this one is resumed."""
@@ -598,10 +600,15 @@ class Kernel:
             raise
         if following.resume_lock is None:
             self._make_current(following)
-            self._leave_home(task, following)
+            task.greenlet = getcurrent()  # user code may use greenlets, so this need not be the first one
+            if following.greenlet is not None:
+                following.greenlet.switch()
+            else:  # the hub starts new greenlets, so that their stacks do not begin on top of this one
+                self._to_hub(following)
         else:
+            task.greenlet = getcurrent()
             self._hand_to(following)
-            self._leave_home(task)
+            self._to_hub(None)
         if restore is not None:
             restore()
 
@@ -644,7 +651,8 @@ class Kernel:
             if restore is not None:
                 restore()
             raise
-        self._leave_home(task)
+        task.greenlet = getcurrent()
+        self._to_hub(None)
         return call.result()
 
     def return_home(self, task: SimulatedTask) -> None:

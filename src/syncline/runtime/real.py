@@ -41,7 +41,7 @@ class RealRuntime:
     def queue(self, capacity: int) -> Queue[Any]:
         return _ThreadQueue(capacity)
 
-    def lock(self) -> Lock:
+    def lock(self, short: bool = False) -> Lock:
         return threading.Lock()  # type: ignore[return-value]  # its __enter__ returns bool
 
     def sleep(self, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -29,8 +30,9 @@ class SimulatedRuntime:
     def queue(self, capacity: int) -> Queue[Any]:
         return _SimulatedQueue(self.kernel, capacity)
 
-    def lock(self) -> Lock:
-        return _SimulatedLock(self.kernel)
+    def lock(self, short: bool = False) -> Lock:
+        # One task runs at a time, and others run only while it waits: a short lock is always free.
+        return threading.Lock() if short else _SimulatedLock(self.kernel)  # type: ignore[return-value]
 
     def sleep(self, seconds: float) -> None:
         self.sleep_until(self.kernel.now + max(0.0, seconds))
@@ -38,10 +40,22 @@ class SimulatedRuntime:
     def sleep_until(self, time: float) -> None:
         """Sleep until that virtual time."""
         self.kernel.wake(self.kernel.running(), at=time)
-        self.kernel.block(f"t={time:.6g} s")
+        self.kernel.block(_Until(time))
 
     def now(self) -> float:
         return self.kernel.now
+
+
+class _Until:
+    """What a sleeping task waits for. The text is made only for a deadlock report."""
+
+    __slots__ = ("_time",)
+
+    def __init__(self, time: float) -> None:
+        self._time = time
+
+    def __str__(self) -> str:
+        return f"t={self._time:.6g} s"
 
 
 class _Waiters:
@@ -66,22 +80,19 @@ class _Waiters:
         if self.tasks:
             self.kernel.wake(self.tasks.pop(0))
 
-    def wake_all(self) -> None:
-        while self.tasks:
-            self.wake_one()
-
 
 class _SimulatedEvent(_Waiters):
     __slots__ = ("_flag",)
 
     def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel)
-        self._flag = False
+        self.kernel, self.tasks, self._flag = kernel, [], False
 
     def set(self) -> None:
         self._flag = True
         if self.tasks:
-            self.wake_all()
+            for task in self.tasks:
+                self.kernel.wake(task)
+            self.tasks.clear()
 
     def clear(self) -> None:
         self._flag = False

@@ -155,7 +155,7 @@ class Mailbox:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._lock = runtime.lock()
+        self._lock = runtime.lock(short=True)
         self.posted: list[PostedReceive] = []
         self.arrived: list[ArrivedMessage] = []
         self.waiting_bytes = 0

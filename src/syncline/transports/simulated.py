@@ -29,7 +29,7 @@ from syncline.transports.base import (
     group_ranks_by_text,
 )
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
-from syncline.transports.messages import Mailbox, MailboxHandle, channel_closed, do_nothing, tag_name
+from syncline.transports.messages import Mailbox, MailboxHandle, PostedReceive, channel_closed, do_nothing, tag_name
 from syncline.transports.network import Network
 
 __all__ = ["Message", "SimulatedNetwork", "SimulatedTransport", "VirtualTiming", "job_channel", "kill_rank"]
@@ -366,7 +366,7 @@ class SimulatedTransport(Transport):
         return handle
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
-        posted = self.mailbox.post(data, source, tag, exact)
+        posted = self.mailbox.add(PostedReceive(data, source, tag, exact))
         if self.network.gone and source is not None and self.network.broken(self.members[source]):
             self.peer_broke(self.members[source])
         return MailboxHandle(self, self.mailbox, posted)

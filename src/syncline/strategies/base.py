@@ -330,7 +330,8 @@ class StrategyRun(Run):
     def note_reduction(self) -> None:
         """Count a reduction, and record its learning rates while workers may miss some."""
         self.reductions += 1
-        self.uneven.note_rates()
+        if self.uneven.rates is not None:
+            self.uneven.note_rates()
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers by name."""

@@ -186,7 +186,8 @@ class NativeTorch(NativeCollectives):
         pending = self._descriptions.get(key) or self._describe(key)
         transport.monitor.enter(pending)
         try:
-            work = launch(transport.groups.of(tensor))
+            groups = transport.groups
+            work = launch(groups.of(tensor) if tensor.is_cuda else groups.cpu)
         except RuntimeError as error:
             if "invalid" in str(error).lower():  # the arguments are wrong; no peer is lost
                 raise IncompatibleError(f"the engine refuses the {pending}: {error}{_hint(str(error))}") from error

@@ -38,7 +38,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --target 1.5", SpecError, "target 1.5 cannot be: digits is judged by accuracy"),
         ("digits --target 96", SpecError, "did you mean 0.96"),
         ("digits --strategy alreduce", SpecError, "did you mean 'allreduce'"),
-        ("digits --strategy allreduce(delay=-1)", SpecError, "a number of steps, 0 or more"),
+        ("digits --strategy allreduce(delay=-1)", SpecError, "a whole number, at least 0"),
         ("digits --collective rign", SpecError, "did you mean 'ring'"),
         ("digits --codec topk(1.5)", SpecError, "a fraction in"),
         ("digits --batch 0", SpecError, "batch 0: at least 1"),

@@ -610,7 +610,7 @@ def check_counts(strategy: Strategy, **least: int) -> None:
     for key, lowest in least.items():
         value = getattr(strategy, key)
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            raise SpecError(f"{strategy.name}({key}={value!r}): a whole number, at least {lowest}")
+            raise SpecError(f"{strategy.name}({key}={value!r}): it must be a whole number, at least {lowest}")
 
 
 def check_flags(strategy: Strategy, *keys: str) -> None:
@@ -618,7 +618,7 @@ def check_flags(strategy: Strategy, *keys: str) -> None:
     for key in keys:
         value = getattr(strategy, key)
         if not isinstance(value, bool):
-            raise SpecError(f"{strategy.name}({key}={value!r}): True or False")
+            raise SpecError(f"{strategy.name}({key}={value!r}): it must be True or False")
 
 
 def check_number(strategy: Strategy, key: str, wanted: str, is_allowed: Callable[[float], bool]) -> None:

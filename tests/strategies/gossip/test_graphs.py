@@ -122,7 +122,7 @@ def test_a_file_without_a_matrix_is_refused(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"period": 0}, r"gossip\(period=0\): a whole number, at least 1"),
+        ({"period": 0}, r"gossip\(period=0\): it must be a whole number, at least 1"),
         ({"form": "mix"}, r"gossip\(form='mix'\): one of after, beside"),
         ({"gamma": 0.0}, r"gossip\(gamma=0\.0\): above 0 and at most 1"),
         ({"pairwise": 1}, "True or False"),

@@ -293,7 +293,7 @@ def test_posts_and_a_wish_to_stop_reach_all() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"buffers": 0}, r"onesided\(buffers=0\): a whole number, at least 1"),
+        ({"buffers": 0}, r"onesided\(buffers=0\): it must be a whole number, at least 1"),
         ({"every": 0}, r"onesided\(every=0\)"),
         ({"part": 0.0}, r"onesided\(part=0.0\): a number above 0, at most 1"),
         ({"pull": 1.5}, r"onesided\(pull=1.5\): a number above 0, at most 1"),

@@ -33,7 +33,7 @@ class WireHeader:
     """
 
     def __init__(self, magic: bytes, version: int, fields: str, padding: int = 0) -> None:
-        self._magic, self._version = magic, version
+        self._magic, self._version, self._padding = magic, version, padding
         self._fields = struct.Struct(f"<{len(magic)}sB{fields}")
         self._crc = struct.Struct(f"<I{padding}x")
         self.nbytes = self._fields.size + self._crc.size
@@ -56,4 +56,6 @@ class WireHeader:
             )
         if self._crc.unpack_from(data, self._fields.size)[0] != zlib.crc32(data[: self._fields.size]):
             raise refuse("its checksum does not match")
+        if self._padding and any(data[self.nbytes - self._padding : self.nbytes]):
+            raise refuse("its padding is not zero")
         return values[2:]

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -154,9 +154,18 @@ def call_libc(function: str, *arguments: int | bytes) -> None:
 
 
 def _in_thread(fn: Callable[[], T]) -> T:
-    """Run `fn` in a new thread, so that the namespaces of the calling thread do not change."""
-    with ThreadPoolExecutor(1, "syncline-lab") as thread:
-        return thread.submit(contextvars.copy_context().run, fn).result()
+    """Run `fn` in a new thread, so that the namespaces of the calling thread do not change. Ctrl-C ends the wait."""
+    result: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result.set_result(context.run(fn))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="syncline-lab", daemon=True).start()
+    return result.result()
 
 
 MAX_HOSTS = 64

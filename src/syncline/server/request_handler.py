@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -760,10 +761,10 @@ class ControlRequests:
 
     def read_posts(self, session: ClientSession, request: dict[str, Any]) -> Any:
         """As many posts as one message holds, the earliest first."""
-        since, posts, bytes_left = int(request["since"]), [], protocol.MAX_INLINE_BYTES - 2
-        for post in session.shard.posts:
-            if post.number <= since:
-                continue
+        since, stored = int(request["since"]), session.shard.posts
+        posts, bytes_left = [], protocol.MAX_INLINE_BYTES - 2
+        first = stored[0].number if stored else 1
+        for post in islice(stored, max(0, since + 1 - first), None):
             fields = [post.number, post.kind, list(post.values)]
             bytes_left -= len(json.dumps(fields)) + 2
             if bytes_left < 0:

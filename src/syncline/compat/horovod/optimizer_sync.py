@@ -293,13 +293,13 @@ class GradientSync(OptimizerSync):
             self._gradients.release(found)
 
     def close(self) -> None:
+        super().close()
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
         if self._communicator is not None and not self._communicator.world.closed:
             self._communicator.group.release()  # no rank waits for reductions in flight
         self._communicator = None
-        super().close()
 
     def _take_over(self) -> None:
         """Close older optimizers of the same parameters: only the newest reduces a gradient."""
@@ -483,10 +483,10 @@ class StrategySync(OptimizerSync):
 
     def close(self) -> None:
         """Every rank calls it."""
+        super().close()
         self._pausing.close()
         if not self.run.world.closed:
             self.run.close()
-        super().close()
 
     def _arrived(self, parameter: Tensor) -> None:
         task, count = torch._C._current_graph_task_id(), self._counts.get(id(parameter), 0) + 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import syncline as sl
-from syncline.environment.heartbeats import ALIVE, lost_after
+from syncline.environment.lost_after import ALIVE, lost_after
 from syncline.runtime import RealRuntime
 from syncline.transports.key_value_store import BoundedStore, StoreSilentError
 from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, LossReason

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.environment.heartbeats import ALIVE, DEAD, LEFT
+from syncline.environment.lost_after import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
 from syncline.transports.base import CHECK_HINT, Monitor, group_ranks_by_text
 from syncline.transports.key_value_store import KeyValueStore, death_reason

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.environment import Environment, Rendezvous
-from syncline.environment.heartbeats import lost_after
+from syncline.environment.lost_after import lost_after
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
 from syncline.transports.key_value_store import (

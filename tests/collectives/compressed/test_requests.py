@@ -35,13 +35,13 @@ def row(*values: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("in_comm_task", [False, True])
-def test_gather_returns_all_rows(in_comm_task: bool) -> None:
+def test_all_gather_returns_all_rows(in_comm_task: bool) -> None:
     found = answers(lambda rank: AllGatherRequest(row(rank, rank)), 3, in_comm_task)
     assert found == (([[0, 0], [1, 1], [2, 2]], 2),) * 3
 
 
 @pytest.mark.parametrize("in_comm_task", [False, True])
-def test_scatter_transposes_rows(in_comm_task: bool) -> None:
+def test_all_to_all_transposes_rows(in_comm_task: bool) -> None:
     found = answers(
         lambda rank: AllToAllRequest(torch.stack([row(10 * rank + to) for to in range(3)])), 3, in_comm_task
     )
@@ -50,7 +50,7 @@ def test_scatter_transposes_rows(in_comm_task: bool) -> None:
 
 
 @pytest.mark.parametrize("in_comm_task", [False, True])
-def test_swaps_may_differ_in_length_or_be_idle(in_comm_task: bool) -> None:
+def test_send_recv_may_differ_in_length_or_be_idle(in_comm_task: bool) -> None:
     def make(rank: int) -> Request:
         return IDLE if rank == 2 else SendRecvRequest(1 - rank, row(7, 8) if rank else row(9), 4)
 

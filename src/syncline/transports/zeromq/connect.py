@@ -151,7 +151,7 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
             refused = f"; {node.membership.refused} entries were refused: is {KEY_VARIABLE} the same everywhere?"
             raise WorldError(
                 f"rank {environment.rank} of {environment.size} ({environment.source}) waited {timeout:.3g} s at "
-                f"{place.address}:{place.port}: ranks {missing} did not come"
+                f"{place.address}:{place.port}: ranks {missing} did not join"
                 f"{refused if node.membership.refused else ''}"
             )
         if not node.membership.reachable:

@@ -553,7 +553,7 @@ def test_a_long_run_leaves_lines_where_no_table_rewrites_itself(tmp_path: Path) 
 
 
 def test_a_simulation_without_end_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.runtime.kernel.PROGRESS_EVERY_S", 1e-3)
+    monkeypatch.setattr("syncline.runtime.simulator.PROGRESS_EVERY_S", 1e-3)
     start_race(tmp_path / "race", replace(PLAN, limit=1e-6, seeds=(1,)), build(WORKLOAD))
     assert RaceRunner(tmp_path / "race", SimulatedRunner(NETWORK), Silent()).run()
     found = read_race(tmp_path / "race").runs

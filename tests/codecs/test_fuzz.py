@@ -15,7 +15,7 @@ from syncline.codecs import build_codec
 from syncline.codecs.base import HEADER, Codec, RngKey
 from syncline.codecs.kernels.dispatch import reference_only
 from syncline.errors import ProtocolError
-from syncline.testing.codecs import canaries
+from syncline.testing.codecs import guarded_tensor
 from tests.codecs.test_contract import HALF, STEADY, STOCHASTIC
 
 Bytes = NDArray[np.uint8]
@@ -108,7 +108,7 @@ def _decode(codec: Codec, seed: int) -> bool:
     accumulate, plain = bool(random.integers(2)), random.integers(4) == 0
     kept = broken.clone()
     try:
-        with canaries(torch.Size(shape).numel()) as out:
+        with guarded_tensor(torch.Size(shape).numel()) as out:
             try:
                 if plain:
                     with reference_only():

@@ -15,7 +15,7 @@ from typing import Any
 from syncline.cli.main import main
 from syncline.launch import start
 from syncline.launch.lab import parse_lab
-from syncline.launch.prefork import Prefork, adopt
+from syncline.launch.prefork_client import Prefork, adopt
 from syncline.launch.prefork_process import serve
 from syncline.launch.programs import parse_hosts
 

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from syncline.launch.prefork import PREFORK_VARIABLE, find_prefork
+from syncline.launch.prefork_client import PREFORK_VARIABLE, find_prefork
 
 
 class Forked:

@@ -11,7 +11,7 @@ import torch
 
 import syncline as sl
 from syncline.collectives.compressed import Reduction
-from syncline.collectives.compressed.requests import Gather
+from syncline.collectives.compressed.requests import AllGatherRequest
 from syncline.reduction import Communicator
 from syncline.reduction.queue import CompressedReduction, PlainReduction, ReductionQueue
 
@@ -89,7 +89,7 @@ def test_a_plain_reduction_is_prepared_and_summed() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_a_compressed_reduction_answers_its_requests(together: bool) -> None:
     def work(rank: int) -> Reduction[list[list[int]]]:
-        request = Gather(torch.tensor([rank], dtype=torch.uint8))
+        request = AllGatherRequest(torch.tensor([rank], dtype=torch.uint8))
         if together:
             first, second = yield request, request
             assert torch.equal(first, second)

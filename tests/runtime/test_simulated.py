@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.runtime import kernel
+from syncline.runtime import simulator
 from syncline.runtime.thread_state import ThreadState
 from syncline.transports import Message, messages
 from syncline.transports.faults import Fault
@@ -490,8 +490,8 @@ def test_a_backward_pass_that_neither_ends_nor_waits_is_named(
         warned.set()
         return True
 
-    monkeypatch.setattr(kernel, "SLOW_BACKWARD_S", 0.01)
-    monkeypatch.setattr(kernel.logger, "filters", [noticed])
+    monkeypatch.setattr(simulator, "SLOW_BACKWARD_S", 0.01)
+    monkeypatch.setattr(simulator.logger, "filters", [noticed])
 
     def work(world: sl.World) -> float:
         return backward(world, lambda: warned.wait(30) if world.rank == 1 else None)
@@ -529,7 +529,7 @@ def test_a_home_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyP
     def fail() -> None:
         raise ValueError("no state")
 
-    monkeypatch.setattr(kernel, "ThreadState", fail)
+    monkeypatch.setattr(simulator, "ThreadState", fail)
     with pytest.raises(ValueError, match="no state"):
         sl.simulate(lambda world: world.barrier(), 2)
 
@@ -541,7 +541,7 @@ def test_state_left_by_a_hook_that_cannot_be_saved_is_an_error(monkeypatch: pyte
                 raise sl.errors.UnsupportedError("refused")
             return super().save_and_reset(default_modes)
 
-    monkeypatch.setattr(kernel, "ThreadState", Refusing)
+    monkeypatch.setattr(simulator, "ThreadState", Refusing)
     with pytest.raises(sl.errors.UnsupportedError, match="refused"):
         sl.simulate(lambda world: backward(world, lambda: None), 2)
 
@@ -574,7 +574,7 @@ def test_an_event_that_fails_after_a_task_is_an_error(monkeypatch: pytest.Monkey
 
 
 def test_a_second_control_c_ends_a_simulation_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "PROGRESS_EVERY_S", 0.05)
+    monkeypatch.setattr(simulator, "PROGRESS_EVERY_S", 0.05)
     ended, homes = threading.Event(), []
     waited: list[bool] = []
 
@@ -583,7 +583,7 @@ def test_a_second_control_c_ends_a_simulation_that_computes(monkeypatch: pytest.
         main: Any = threading.main_thread().ident
         signal.pthread_kill(main, signal.SIGINT)
         simulation: Any = world.transport
-        while not simulation.network.kernel.stopping:
+        while not simulation.network.simulator.stopping:
             time.sleep(1e-3)
         signal.pthread_kill(main, signal.SIGINT)
         waited.append(ended.wait(30))

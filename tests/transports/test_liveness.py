@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import syncline as sl
-from syncline.environment.heartbeats import ALIVE, lost_after
+from syncline.environment.lost_after import ALIVE, lost_after
 from syncline.runtime import RealRuntime
 from syncline.transports.key_value_store import BoundedStore, StoreSilentError
 from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, LossReason
@@ -145,7 +145,7 @@ def test_the_chain_ends_at_the_rank_that_is_busy() -> None:
     def wait(world: sl.World) -> LossReason | None:
         liveness = watch(world)
         if world.rank == 2:
-            liveness.pending["0"] = (lambda: "the gradient of fc1", None)
+            liveness.undelivered["0"] = (lambda: "the gradient of fc1", None)
         else:
             liveness.waiting("a message", "0", range(3), world.rank + 1)
         world.runtime.sleep(4.0)
@@ -273,9 +273,9 @@ def test_heartbeats_continue_if_pending_work_cannot_be_described(caplog: pytest.
 
     def live(world: sl.World) -> list[str]:
         liveness = Liveness(table, table, 0, 1, world.runtime, program="rank 0")
-        liveness.pending["0"] = (lambda: str(1 / 0), None)
+        liveness.undelivered["0"] = (lambda: str(1 / 0), None)
         world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
-        liveness.pending.clear()
+        liveness.undelivered.clear()
         before = table.rows[f"{ALIVE}/rank 0"]
         world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         return [before, table.rows[f"{ALIVE}/rank 0"]]

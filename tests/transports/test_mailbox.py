@@ -205,12 +205,12 @@ def test_room_is_waited_for(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -
     """A message that finds the mailbox full waits until something is taken, or until a receive wants it."""
     monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 2)
     mailbox.deliver(message(1, 2), source=0, tag=0)
-    waiting = RealRuntime().spawn(mailbox.wait_for_room, 1, 0, 0)
+    waiting = RealRuntime().spawn(mailbox.wait_for_space, 1, 0, 0)
     assert not waiting.join(0.05)
     post(mailbox, room=2)
     assert waiting.join(30)
     mailbox.deliver(message(3, 4), source=0, tag=0)
-    waiting = RealRuntime().spawn(mailbox.wait_for_room, 2, 1, 7)
+    waiting = RealRuntime().spawn(mailbox.wait_for_space, 2, 1, 7)
     assert not waiting.join(0.05)
     post(mailbox, room=2, wanted=1, tag=7)
     assert waiting.join(30)
@@ -220,9 +220,9 @@ def test_a_message_longer_than_all_bounds_is_refused(mailbox: Mailbox, monkeypat
     """Longer than the limit and than the receive: not even read."""
     monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 4)
     post(mailbox, room=6)
-    mailbox.wait_for_room(6, 0, 0)
+    mailbox.wait_for_space(6, 0, 0)
     with pytest.raises(ProtocolError, match=r"rank 3 announces 7 B .*at most 6 B"):
-        mailbox.wait_for_room(7, 3, 0)
+        mailbox.wait_for_space(7, 3, 0)
 
 
 def test_a_receive_that_was_given_up_is_withdrawn(mailbox: Mailbox) -> None:
@@ -254,10 +254,10 @@ def test_a_closed_mailbox_discards_everything(mailbox: Mailbox) -> None:
         assert str(posted.error) == f"closed, tag {tag}"
 
 
-def test_closing_ends_the_wait_for_room(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_the_wait_for_space(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 2)
     mailbox.deliver(message(1, 2), source=0, tag=0)
-    waiting = RealRuntime().spawn(mailbox.wait_for_room, 1, 0, 0)
+    waiting = RealRuntime().spawn(mailbox.wait_for_space, 1, 0, 0)
     assert not waiting.join(0.05)
     mailbox.close(lambda posted: PeerLostError("closed"))
     assert waiting.join(30)

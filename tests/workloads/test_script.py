@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from syncline.cli import placement
 from syncline.cli.main import main
 from syncline.errors import SpecError
-from syncline.testing.workloads import WorkloadContract, leaving_randomness
+from syncline.testing.workloads import WorkloadContract, assert_rng_unchanged
 from syncline.training.loop import train
 from syncline.training.run_folder import fresh_name
 from syncline.training.settings import Settings
@@ -220,7 +220,7 @@ def refusal(path: str) -> str:
     ],
 )
 def test_errors_name_the_mistake(tmp_path: Path, more: str, words: str) -> None:
-    with leaving_randomness():
+    with assert_rng_unchanged():
         assert words in refusal(script(tmp_path, more))
 
 

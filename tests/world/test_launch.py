@@ -149,7 +149,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         "import syncline as sl\ntry:\n    sl.init(timeout=5)\nexcept sl.errors.WorldError as error:\n    print(error)"
     )
     for one in launch(script, variables):
-        assert "ranks [2] did not come" in one.out, one
+        assert "ranks [2] did not join" in one.out, one
 
 
 def test_a_taken_port_is_named() -> None:

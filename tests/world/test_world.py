@@ -139,7 +139,7 @@ def test_importing_does_no_work() -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.runtime.kernel.PROGRESS_EVERY_S", 1e-3)
+    monkeypatch.setattr("syncline.runtime.simulator.PROGRESS_EVERY_S", 1e-3)
 
 
 @pytest.mark.usefixtures("soon")

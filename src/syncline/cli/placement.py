@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from syncline.environment.heartbeats import read_lost_after
+from syncline.environment.lost_after import read_lost_after
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_oversubscribed

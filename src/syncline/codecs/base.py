@@ -70,7 +70,7 @@ __all__ = [
 
 
 MAX_BUCKET_ELEMENTS = 2**30
-"""The kernels count the elements of a bucket in 32 bits."""
+"""The kernels count the elements of a block in 32 bits."""
 HEADER = struct.Struct("<HBBIQ")
 LENGTH_BYTES = 4
 SHARED_MEMORY_KEY = "q"

@@ -1,8 +1,8 @@
-"""Sends the signs: one bit per value, and for each bucket the values of the two signs.
+"""Sends the signs: one bit per value, and for each block of `bucket` elements the values of the two signs.
 
     x ≥ 0 → the mean of the nonnegative values        x < 0 → the mean of the negative values
 
-    two means float32 for each bucket │ signs, packed bucket by bucket (see `kernels/dense_reference.py`)
+    two means float32 for each block │ signs, packed block by block (see `kernels/dense_reference.py`)
 
 Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
 DNNs, 2014. It needs error feedback to train.
@@ -23,7 +23,7 @@ __all__ = ["OneBit"]
 
 @dataclass(frozen=True, repr=False)
 class OneBit(DenseCodec):
-    """Send the sign of each value, and two means for each `bucket` of values.
+    """Send the sign of each value, and two means for each block of `bucket` values.
 
     >>> import torch
     >>> codec = OneBit()

@@ -1,9 +1,12 @@
 """Quantises values to a few levels, with stochastic rounding to one of the two nearest levels, without bias.
 
-    s = max|x| or ‖x‖₂ of a bucket         L = 2^(bits−1) − 1
+    s = max|x| or ‖x‖₂ of a block          L = 2^(bits−1) − 1
     code = ⌊x L/s + u⌋ + L, u in [0, 1)    decoded: s (code − L)/L
 
-    scales float32 │ codes, `bits` each, packed bucket by bucket (see `kernels/dense_reference.py`)
+    scales float32 │ codes, `bits` each, packed block by block
+
+A block is `bucket` elements that share a scale. `kernels/dense_reference.py` packs on any device, and
+`kernels/dense_fused.py` on the CPU with the same bits.
 
 Alistarh et al.: QSGD: Communication-efficient SGD via gradient quantization and encoding, 2017.
 """
@@ -27,7 +30,7 @@ NORMS = ("max", "l2")
 class Quantize(DenseCodec):
     """Send each value as one of 2^bits − 1 levels, symmetric about zero.
 
-    With `norm="max"` the levels span the largest magnitude of a bucket. With "l2", as in the paper, they span more, and
+    With `norm="max"` the levels span the largest magnitude of a block. With "l2", as in the paper, they span more, and
     most values become zero. Without `stochastic` each value becomes the nearest level, which is biased.
 
     >>> import torch

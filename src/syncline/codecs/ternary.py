@@ -1,6 +1,6 @@
 """Sends three values: each element becomes −s, 0 or s, stochastically and without bias.
 
-    s = max|x| of a slice, or of each bucket       decoded: s · sign(x) · b, P(b = 1) = |x|/s
+    s = max|x| of a slice, or of each block        decoded: s · sign(x) · b, P(b = 1) = |x|/s
     with clip: s = min(max|x|, clip · σ), σ = √mean(x²), and larger values are clipped to s
 
     scales float32 │ digits of base 3, five to a byte (see `kernels/dense_reference.py`): 1.6 bits a value
@@ -30,7 +30,7 @@ BLOCK_ELEMENTS = 1280
 
 @dataclass(frozen=True, repr=False)
 class Ternary(DenseCodec):
-    """Send −1, 0 or 1 for each value, and one scale for each parameter, or for each `bucket` of it.
+    """Send −1, 0 or 1 for each value, and one scale for each parameter, or for each block of `bucket` values.
 
     `clip=2.5` clips values beyond 2.5 σ, as the paper does for large models: less noise, but biased.
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from syncline.collectives import Move, Round, Schedule
 from syncline.collectives.executor import LARGE_SEND_BYTES, chunk_edges
-from syncline.runtime.kernel import rare_garbage_collection
+from syncline.runtime.simulator import rare_garbage_collection
 from syncline.transports import Network
 
 __all__ = ["Cost", "play"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from syncline.errors import WorldError
 from syncline.launch.cleanup_process import CleanupProcess
 from syncline.launch.output import OutputForwarder
-from syncline.launch.prefork import Prefork, find_prefork
+from syncline.launch.prefork_client import Prefork, find_prefork
 from syncline.launch.processes import ErrorReport, ProcessExit, ProcessState, read_error_report
 from syncline.launch.programs import MPIEXEC, Program
 

@@ -1,4 +1,4 @@
-"""The prefork process: imports torch and syncline, then forks a rank for each request of the launcher (`prefork.py`).
+"""The prefork process: imports torch and syncline, then forks a rank for each request of `prefork_client.py`.
 
     python prefork_process.py CONTROL MODULES PADDING
 

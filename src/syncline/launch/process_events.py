@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from syncline.environment.heartbeats import ALIVE, DEAD
+from syncline.environment.lost_after import ALIVE, DEAD
 from syncline.errors import ProtocolError, WorldError
 from syncline.launch.processes import ProcessExit
 

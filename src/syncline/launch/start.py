@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
 from syncline.environment.base import SAVES
-from syncline.environment.heartbeats import LOST_AFTER_VARIABLE, lost_after, read_lost_after
+from syncline.environment.lost_after import LOST_AFTER_VARIABLE, lost_after, read_lost_after
 from syncline.errors import SpecError, UnsupportedError
 from syncline.launch.cleanup_process import clean_up_after_mpiexec
 from syncline.launch.lab import Lab, LabHost
@@ -20,7 +20,7 @@ from syncline.launch.local import WORKER, LocalProcesses
 from syncline.launch.machine import warn_if_oversubscribed
 from syncline.launch.mpi import mpi_command, mpiexec_programs
 from syncline.launch.output import OutputForwarder
-from syncline.launch.prefork import start_prefork
+from syncline.launch.prefork_client import start_prefork
 from syncline.launch.process_events import ProcessEvents, serve_store
 from syncline.launch.processes import CombinedProcesses, Processes, ProcessExit
 from syncline.launch.programs import (

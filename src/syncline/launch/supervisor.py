@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Literal
 
-from syncline.environment.heartbeats import LEFT
+from syncline.environment.lost_after import LEFT
 from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import Processes, ProcessExit, ProcessState, first_failure, format_names
 

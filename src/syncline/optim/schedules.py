@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from syncline.environment import detect
 from syncline.errors import SpecError, WorldError
+from syncline.lr_scaling import scale_factor
 from syncline.optim.base import count, fraction, positive
-from syncline.scaling import scale_factor
 from syncline.world import current_world
 
 __all__ = ["cosine_decay", "exponential_decay", "scale_lr", "scale_of", "step_decay", "warmup"]

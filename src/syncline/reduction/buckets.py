@@ -32,9 +32,11 @@ from syncline.reduction.control import control_length
 __all__ = ["BUCKET_BYTES", "Bucket", "BucketItem", "BucketSet", "assign_buckets", "real_numel"]
 
 BUCKET_BYTES = 25 << 20
+"""Default size of a bucket in bytes; DistributedDataParallel has the same."""
 FIRST_BUCKET_BYTES = 1 << 20
-LARGE_BUCKET_FRACTION = 10
-"""A gradient of at least 1/10 of a bucket is a bucket of its own."""
+"""Size of the first bucket of a kind in bytes, so that communication starts early."""
+OWN_BUCKET_DIVISOR = 10
+"""A gradient of at least 1/10 of `bucket_bytes` is a bucket of its own."""
 CONTROL_DTYPES = (torch.float32, torch.float64)
 """Dtypes that hold the control numbers without rounding."""
 
@@ -160,7 +162,7 @@ class BucketSet:
 
 def _is_large(item: BucketItem, bucket_bytes: int) -> bool:
     """True if the gradient is a bucket of its own."""
-    return item.contiguous and item.nbytes * LARGE_BUCKET_FRACTION >= bucket_bytes and item.nbytes > 0
+    return item.contiguous and item.nbytes * OWN_BUCKET_DIVISOR >= bucket_bytes and item.nbytes > 0
 
 
 def _control_last(groups: list[tuple[int, ...]], fit: list[bool]) -> tuple[list[tuple[int, ...]], bool]:

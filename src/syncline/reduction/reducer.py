@@ -136,7 +136,7 @@ class GradientReducer:
         """Number of gradients of each parameter that were accumulated and not reduced yet."""
         self._hooks: dict[int, _GradientHook] = self._attach_hooks() if options.attach_hooks else {}
         self._handles_seen = RemovableHandle.next_id
-        communicator.group.transport.monitor.set_pending(self._missing_text)
+        communicator.group.transport.monitor.set_undelivered(self._missing_text)
         if self._hooks:
             self.lay_out()  # now, while there are no activations in memory
 

@@ -4,8 +4,8 @@ Everything concurrent in the library goes through this seam, so that the same co
 """
 
 from syncline.runtime.base import Event, Lock, Queue, Runtime, Task
-from syncline.runtime.kernel import Kernel
 from syncline.runtime.real import RealRuntime, caller
 from syncline.runtime.simulated import SimulatedRuntime
+from syncline.runtime.simulator import Simulator
 
-__all__ = ["Event", "Kernel", "Lock", "Queue", "RealRuntime", "Runtime", "SimulatedRuntime", "Task", "caller"]
+__all__ = ["Event", "Lock", "Queue", "RealRuntime", "Runtime", "SimulatedRuntime", "Simulator", "Task", "caller"]

@@ -1,4 +1,4 @@
-"""The runtime contract on the simulator's kernel."""
+"""The runtime contract on the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from syncline.runtime.base import Event, Lock, Queue, Task
-from syncline.runtime.kernel import Kernel, SimulatedTask
+from syncline.runtime.simulator import SimulatedTask, Simulator
 
 __all__ = ["SimulatedRuntime"]
 
@@ -17,33 +17,33 @@ __all__ = ["SimulatedRuntime"]
 class SimulatedRuntime:
     """The runtime of one simulated rank."""
 
-    def __init__(self, kernel: Kernel, rank: int) -> None:
-        self.kernel = kernel
+    def __init__(self, simulator: Simulator, rank: int) -> None:
+        self.simulator = simulator
         self.rank = rank
 
     def spawn(self, fn: Callable[..., Any], *args: Any, name: str = "task") -> Task:
-        return self.kernel.spawn(self.rank, name, fn, *args)
+        return self.simulator.spawn(self.rank, name, fn, *args)
 
     def event(self) -> Event:
-        return _SimulatedEvent(self.kernel)
+        return _SimulatedEvent(self.simulator)
 
     def queue(self, capacity: int) -> Queue[Any]:
-        return _SimulatedQueue(self.kernel, capacity)
+        return _SimulatedQueue(self.simulator, capacity)
 
     def lock(self, short: bool = False) -> Lock:
         # One task runs at a time, and others run only while it waits: a short lock is always free.
-        return threading.Lock() if short else _SimulatedLock(self.kernel)  # type: ignore[return-value]
+        return threading.Lock() if short else _SimulatedLock(self.simulator)  # type: ignore[return-value]
 
     def sleep(self, seconds: float) -> None:
-        self.sleep_until(self.kernel.now + max(0.0, seconds))
+        self.sleep_until(self.simulator.now + max(0.0, seconds))
 
     def sleep_until(self, time: float) -> None:
         """Sleep until that virtual time."""
-        self.kernel.wake(self.kernel.running(), at=time)
-        self.kernel.block(_Until(time))
+        self.simulator.wake(self.simulator.running(), at=time)
+        self.simulator.block(_Until(time))
 
     def now(self) -> float:
-        return self.kernel.now
+        return self.simulator.now
 
 
 class _Until:
@@ -61,37 +61,37 @@ class _Until:
 class _Waiters:
     """The waiting tasks, in order of arrival."""
 
-    __slots__ = ("kernel", "tasks")
+    __slots__ = ("simulator", "tasks")
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
         self.tasks: list[SimulatedTask] = []
 
     def wait(self, timeout: float | None, why: object, hang: bool = False) -> bool:
-        task = self.kernel.running()
+        task = self.simulator.running()
         self.tasks.append(task)
         try:
-            return self.kernel.block_until(timeout, why, hang)
+            return self.simulator.block_until(timeout, why, hang)
         finally:
             if task in self.tasks:
                 self.tasks.remove(task)
 
     def wake_one(self) -> None:
         if self.tasks:
-            self.kernel.wake(self.tasks.pop(0))
+            self.simulator.wake(self.tasks.pop(0))
 
 
 class _SimulatedEvent(_Waiters):
     __slots__ = ("_flag",)
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.tasks, self._flag = kernel, [], False
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator, self.tasks, self._flag = simulator, [], False
 
     def set(self) -> None:
         self._flag = True
         if self.tasks:
             for task in self.tasks:
-                self.kernel.wake(task)
+                self.simulator.wake(task)
             self.tasks.clear()
 
     def clear(self) -> None:
@@ -105,28 +105,28 @@ class _SimulatedEvent(_Waiters):
 
 
 class _SimulatedQueue:
-    def __init__(self, kernel: Kernel, capacity: int) -> None:
+    def __init__(self, simulator: Simulator, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"a queue holds at least one item (capacity: {capacity})")
-        self.kernel = kernel
+        self.simulator = simulator
         self._capacity = capacity
         self._items: deque[Any] = deque()
-        self._putters = _Waiters(kernel)
-        self._getters = _Waiters(kernel)
+        self._putters = _Waiters(simulator)
+        self._getters = _Waiters(simulator)
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else self.kernel.now + timeout
+        deadline = None if timeout is None else self.simulator.now + timeout
         while len(self._items) >= self._capacity:
-            left = None if deadline is None else deadline - self.kernel.now
+            left = None if deadline is None else deadline - self.simulator.now
             if (left is not None and left < 0) or not self._putters.wait(left, "room in a full queue"):
                 raise TimeoutError(f"the queue stayed full for {timeout} s")
         self._items.append(item)
         self._getters.wake_one()
 
     def get(self, timeout: float | None = None) -> Any:
-        deadline = None if timeout is None else self.kernel.now + timeout
+        deadline = None if timeout is None else self.simulator.now + timeout
         while not self._items:
-            left = None if deadline is None else deadline - self.kernel.now
+            left = None if deadline is None else deadline - self.simulator.now
             if (left is not None and left < 0) or not self._getters.wait(left, "an item in an empty queue"):
                 raise TimeoutError(f"the queue stayed empty for {timeout} s")
         item = self._items.popleft()
@@ -140,8 +140,8 @@ class _SimulatedQueue:
 class _SimulatedLock(_Waiters):
     __slots__ = ("_held",)
 
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel)
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__(simulator)
         self._held = False
 
     def __enter__(self) -> None:

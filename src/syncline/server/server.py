@@ -81,7 +81,7 @@ class Server:
         if self.network.dedicated:
             torch.set_num_threads(1)  # additions are limited by memory; OpenMP's threads would spin between pieces
         network, most = self.network, REQUEST_BYTES + protocol.MAX_INLINE_BYTES
-        self._transport.monitor.set_pending(self._describe_awaited, self._awaited_worker)
+        self._transport.monitor.set_undelivered(self._describe_awaited, self._awaited_worker)
         self._listening = self._transport.listen(protocol.REQUEST_TAG, most, self._on_request, self._on_member_gone)
         if self._listening is None:
             # A sub-master is a client of its parent. No server is its own client.

@@ -1,4 +1,4 @@
-"""Solvers for objectives that are no networks: one-sided asynchronous SGD, and aggregation as its baseline."""
+"""Solvers for objectives that are not neural networks: one-sided asynchronous SGD, and aggregation as its baseline."""
 
 from syncline.solvers.aggregate import aggregate
 from syncline.solvers.asgd import asgd

@@ -10,6 +10,9 @@ and all updates of this worker. It may contain newer updates::
 Slack helps if different workers are slow at different times: a late worker catches up before the others must wait. A
 worker that is always slow limits the pace of all. With slack 0 the servers keep early pushes, which is `bsp`.
 
+The worker names the clock that its read needs (`min_clock` in `strategies/parameter_server.py`). The server defers the
+read until all workers have it (`may_read` in `server/shard.py`).
+
 Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013).
 """
 

@@ -16,12 +16,12 @@ from syncline.codecs import build_codec
 from syncline.codecs.base import HEADER, Codec, PayloadCodec, RngKey, TensorSlice, max_payload_bytes, pack, unpack
 from syncline.codecs.kernels.dispatch import reference_only
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError
-from syncline.testing.workloads import leaving_randomness
+from syncline.testing.workloads import assert_rng_unchanged
 
-__all__ = ["CodecContract", "canaries", "sum_in_lockstep"]
+__all__ = ["CodecContract", "guarded_tensor", "sum_in_lockstep"]
 
 SHAPES = ((1,), (2,), (7,), (8,), (9,), (64,), (65,), (513,), (1025,), (30, 40), (5, 3, 100), (2049,))
-CANARY = 0xA5
+GUARD = 0xA5
 
 
 def sum_in_lockstep(
@@ -42,7 +42,9 @@ def sum_in_lockstep(
         assert len(tensors) in (0, len(ranks)), "the ranks have different numbers of rounds"
         if not tensors:
             return seen
-        assert len({(each.shape, each.dtype) for each in tensors}) == 1, "the ranks yield tensors that differ in shape"
+        assert len({(each.shape, each.dtype) for each in tensors}) == 1, (
+            "the ranks yield tensors that differ in shape or dtype"
+        )
         total = tensors[0].clone()
         for each in tensors[1:]:
             total += each
@@ -52,14 +54,14 @@ def sum_in_lockstep(
 
 
 @contextmanager
-def canaries(numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+def guarded_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
     """A tensor of zeros between guard bytes; assert that nothing was written outside the tensor."""
-    size, fence = numel * dtype.itemsize, 256
-    memory = torch.full((size + 2 * fence,), CANARY, dtype=torch.uint8)
-    memory[fence : fence + size] = 0
-    yield memory[fence : fence + size].view(dtype)
-    assert bool((memory[:fence] == CANARY).all()), "something was written before the tensor"
-    assert bool((memory[fence + size :] == CANARY).all()), "something was written after the tensor"
+    size, guard_bytes = numel * dtype.itemsize, 256
+    memory = torch.full((size + 2 * guard_bytes,), GUARD, dtype=torch.uint8)
+    memory[guard_bytes : guard_bytes + size] = 0
+    yield memory[guard_bytes : guard_bytes + size].view(dtype)
+    assert bool((memory[:guard_bytes] == GUARD).all()), "something was written before the tensor"
+    assert bool((memory[guard_bytes + size :] == GUARD).all()), "something was written after the tensor"
 
 
 class CodecContract:
@@ -78,7 +80,7 @@ class CodecContract:
     """
 
     stochastic: ClassVar[bool] = False
-    """Whether random numbers of the rank decide what is sent."""
+    """True if the payload depends on the rank in the RNG key."""
     rounding: ClassVar[float] = 0.0
     """Maximum relative error of the mean for an unbiased codec that rounds to nearest."""
 
@@ -95,15 +97,15 @@ class CodecContract:
     def test_residual_is_the_encoding_error(self, codec: Codec) -> None:
         for shape in SHAPES:
             sent = _normal(shape, seed=sum(shape))
-            kept = sent.clone()
-            with leaving_randomness():
+            original = sent.clone()
+            with assert_rng_unchanged():
                 decoded, residual, payload = _round_trip(codec, sent)
-            assert torch.equal(sent, kept), "encode has changed its input"
+            assert torch.equal(sent, original), "encode has changed its input"
             assert payload.dtype == torch.uint8
             assert HEADER.size <= payload.numel() <= codec.max_bytes(sent.numel())
-            _same(residual, sent - decoded)
+            _assert_equal_clamped(residual, sent - decoded)
             if codec.traits.exact:
-                _same(decoded, sent)
+                _assert_equal_clamped(decoded, sent)
             elif codec.traits.biased and not self.stochastic:
                 assert (sent - decoded).norm() <= sent.norm() * (1 + 1e-6), (
                     f"the error is larger than the tensor ({shape})"
@@ -112,25 +114,25 @@ class CodecContract:
     def test_residual_is_added_before_encoding(self, codec: Codec) -> None:
         sent, residual = _normal((30, 40), 1), _normal((30, 40), 2)
         wanted = (residual + sent).flatten()
-        left = residual.flatten().clone()
-        decoded = codec.decode(codec.encode(sent, RngKey(7), left), torch.empty(30, 40))
+        new_residual = residual.flatten().clone()
+        decoded = codec.decode(codec.encode(sent, RngKey(7), new_residual), torch.empty(30, 40))
         alone = codec.decode(codec.encode(wanted.view(30, 40), RngKey(7)), torch.empty(30, 40))
         assert torch.equal(decoded, alone)
-        _same(left, wanted - decoded.flatten())
+        _assert_equal_clamped(new_residual, wanted - decoded.flatten())
 
     def test_error_feedback_conserves_the_sum(self, codec: Codec) -> None:
         """Σ sent + residual = Σ gradients."""
         shape = (24, 50)
-        residual, given, arrived = torch.zeros(1200), torch.zeros(1200).double(), torch.zeros(1200).double()
-        moved = torch.zeros(1200).double()
+        residual, gradients_sum, decoded_sum = torch.zeros(1200), torch.zeros(1200).double(), torch.zeros(1200).double()
+        magnitude = torch.zeros(1200).double()
         for step in range(30):
             gradient = _normal(shape, seed=step)
             decoded = codec.decode(codec.encode(gradient, RngKey(1, step), residual), torch.empty(shape), step=step)
-            given += gradient.flatten()
-            arrived += decoded.flatten()
-            moved += gradient.flatten().abs() + decoded.flatten().abs()
-        assert bool((arrived.abs() > 0).any())
-        assert bool(((arrived + residual - given).abs() <= 1e-6 * moved + 1e-6).all())
+            gradients_sum += gradient.flatten()
+            decoded_sum += decoded.flatten()
+            magnitude += gradient.flatten().abs() + decoded.flatten().abs()
+        assert bool((decoded_sum.abs() > 0).any())
+        assert bool(((decoded_sum + residual - gradients_sum).abs() <= 1e-6 * magnitude + 1e-6).all())
 
     def test_unbiased(self, codec: Codec) -> None:
         if codec.traits.biased or codec.traits.exact:
@@ -143,8 +145,9 @@ class CodecContract:
         # A rare level may be missing in the variance, so one more observation with the largest error is added.
         rarely = off.abs().max() / repeats if self.stochastic else 0.0
         sigma = (off.var(dim=0) / repeats + rarely**2).sqrt()
-        most = 4 * sigma + 1e-6 + self.rounding * sent.abs()
-        assert bool((off.mean(dim=0).abs() <= most).all()), f"off by up to {(off.mean(dim=0).abs() / most).max()} of 1"
+        limit = 4 * sigma + 1e-6 + self.rounding * sent.abs()
+        error = off.mean(dim=0).abs()
+        assert bool((error <= limit).all()), f"the mean error is {(error / limit).max()} times the allowed one"
 
     def test_empty_tensor(self, codec: Codec) -> None:
         residual = torch.zeros(0)
@@ -168,45 +171,45 @@ class CodecContract:
             assert bool(torch.isfinite(decoded).all()), "a finite tensor is decoded as NaN or Inf"
             assert bool(torch.isfinite(residual).all())
             assert payload.numel() <= codec.max_bytes(sent.numel())
-            _same(residual, sent - decoded)
+            _assert_equal_clamped(residual, sent - decoded)
 
     def test_large_and_small_values_together(self, codec: Codec) -> None:
         sent = torch.full((30, 40), 1e-40)
         sent[7, 11], sent[20, 1] = 3e38, -1e-3
         decoded, residual, _ = _round_trip(codec, sent)
         assert bool(torch.isfinite(decoded).all())
-        _same(residual, sent - decoded)
+        _assert_equal_clamped(residual, sent - decoded)
 
     def test_strided_input_and_output(self, codec: Codec) -> None:
         wide = _normal((40, 60), 4)
         for view in (wide.T, wide[:, ::2], wide[5:, 3:]):
             payload = codec.encode(view, RngKey(3))
             assert torch.equal(payload, codec.encode(view.contiguous(), RngKey(3)))
-            straight = codec.decode(payload, torch.empty(view.shape))
-            slanted = torch.full((view.shape[1], view.shape[0]), 9.0).T
-            assert torch.equal(codec.decode(payload, slanted), straight)
+            contiguous = codec.decode(payload, torch.empty(view.shape))
+            strided = torch.full((view.shape[1], view.shape[0]), 9.0).T
+            assert torch.equal(codec.decode(payload, strided), contiguous)
 
     def test_other_float_dtypes(self, codec: Codec) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
             sent = _normal((30, 40), 5).to(dtype)
             payload = codec.encode(sent, RngKey(3))
             assert torch.equal(payload, codec.encode(sent.float(), RngKey(3)))
-            straight = codec.decode(payload, torch.empty(30, 40))
-            assert torch.equal(codec.decode(payload, torch.empty(30, 40, dtype=dtype)), straight.to(dtype))
+            contiguous = codec.decode(payload, torch.empty(30, 40))
+            assert torch.equal(codec.decode(payload, torch.empty(30, 40, dtype=dtype)), contiguous.to(dtype))
             base = torch.ones(30, 40, dtype=dtype)
-            assert torch.equal(codec.decode(payload, base, accumulate=True), (1.0 + straight).to(dtype))
+            assert torch.equal(codec.decode(payload, base, accumulate=True), (1.0 + contiguous).to(dtype))
 
     def test_nan_and_inf_are_refused(self, codec: Codec) -> None:
         places = (((30, 40), 0), ((30, 40), 1199), ((90, 100), 7777))
         for (shape, at), wrong in product(places, (float("nan"), float("inf"), float("-inf"))):
             sent, residual = _normal(shape, 6), _normal((_numel(shape),), 7)
-            kept = residual.clone()
+            original = residual.clone()
             sent.view(-1)[at] = wrong
             with pytest.raises(DivergedError, match="NaN or Inf"):
                 codec.encode(sent)
             with pytest.raises(DivergedError):
                 codec.encode(sent, residual=residual)
-            assert torch.equal(residual, kept), "the residual has changed"
+            assert torch.equal(residual, original), "the residual has changed"
 
     def test_integer_and_complex_dtypes_are_refused(self, codec: Codec) -> None:
         for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64):
@@ -233,7 +236,7 @@ class CodecContract:
         assert torch.equal(first, other) != self.stochastic
 
     def test_reference_kernels_give_equal_bits(self, codec: Codec) -> None:
-        for shape, sent in ((each, sent) for each in SHAPES for sent in _ragged(each)):
+        for shape, sent in ((each, sent) for each in SHAPES for sent in _mixed_magnitudes(each)):
             start = _normal((_numel(shape),), 11) * 0.01
             quick, slow = start.clone(), start.clone()
             payload = codec.encode(sent, RngKey(4, 1), quick)
@@ -249,23 +252,23 @@ class CodecContract:
             pytest.skip("it is not a PayloadCodec")
         sizes = (5, 0, 1000, 1, 129)
         parts = [TensorSlice(_normal((size,), size), f"p{size}", start=3, residual=torch.zeros(size)) for size in sizes]
-        kept = [part.flat.clone() for part in parts]
+        originals = [part.flat.clone() for part in parts]
         payload = pack(codec, parts, RngKey(1, 1))
-        most = max_payload_bytes(codec, sizes, 1)
-        assert payload.numel() == most if codec.traits.fixed_length else payload.numel() <= most
+        limit = max_payload_bytes(codec, sizes, 1)
+        assert payload.numel() == limit if codec.traits.fixed_length else payload.numel() <= limit
         outs = [torch.empty(size) for size in sizes]
         unpack(codec, payload, outs, accumulate=False, step=1)
-        for part, out, before in zip(parts, outs, kept, strict=True):
-            assert torch.equal(part.flat, before), "encode has changed its input"
+        for part, out, original in zip(parts, outs, originals, strict=True):
+            assert torch.equal(part.flat, original), "encode has changed its input"
             assert part.residual is not None
-            _same(part.residual, part.flat - out)
+            _assert_equal_clamped(part.residual, part.flat - out)
 
     def test_nothing_is_written_outside_the_buffers(self, codec: Codec) -> None:
         if not isinstance(codec, PayloadCodec):
             pytest.skip("it is not a PayloadCodec")
         for numel in (1, 7, 64, 1025):
             part = TensorSlice(_normal((numel,), 1))
-            with canaries(codec.body_bytes(numel), torch.uint8) as body, canaries(numel) as out:
+            with guarded_tensor(codec.body_bytes(numel), torch.uint8) as body, guarded_tensor(numel) as out:
                 used = codec.write(part, body, RngKey(1))
                 assert used == body.numel() if codec.traits.fixed_length else used <= body.numel()
                 codec.read(body[:used], out, False)
@@ -314,14 +317,16 @@ class CodecContract:
             for rank, parts in enumerate(ranks):
                 for part in parts:
                     part.flat.copy_(_normal(part.shape, 100 * step + rank).flatten())
-            before = [sum(_wanted(p) for p in column) for column in zip(*ranks, strict=True)]
-            moved = [sum(_wanted(p).abs() for p in column) for column in zip(*ranks, strict=True)]
+            expected_sums = [sum(_wanted(p) for p in column) for column in zip(*ranks, strict=True)]
+            magnitudes = [sum(_wanted(p).abs() for p in column) for column in zip(*ranks, strict=True)]
             dtypes = sum_in_lockstep(codec, ranks, RngKey(3, step))
             slack = size * max(torch.finfo(dtype).eps for dtype in dtypes)
-            for column, had, scale in zip(zip(*ranks, strict=True), before, moved, strict=True):
+            for column, expected, scale in zip(zip(*ranks, strict=True), expected_sums, magnitudes, strict=True):
                 assert len({_bits(part.flat) for part in column}) == 1, "the ranks do not agree"
-                left = sum(part.residual.double() for part in column if part.residual is not None)
-                assert bool(((column[0].flat + left - had).abs() <= 4 * slack * torch.as_tensor(scale).max()).all())
+                residual = sum(part.residual.double() for part in column if part.residual is not None)
+                assert bool(
+                    ((column[0].flat + residual - expected).abs() <= 4 * slack * torch.as_tensor(scale).max()).all()
+                )
                 assert step or column[0].flat.any()
 
     def test_a_sum_at_the_end_of_the_range_is_finite(self, codec: Codec) -> None:
@@ -342,9 +347,9 @@ def _round_trip(codec: Codec, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codec.decode(payload, torch.full(sent.shape, 7.0)), residual.view(sent.shape), payload
 
 
-def _same(residual: Tensor, wanted: Tensor) -> None:
-    most = torch.finfo(torch.float32).max
-    wanted = wanted.clamp(-most, most)  # 3e38 - (-3e38) is not a float32
+def _assert_equal_clamped(residual: Tensor, wanted: Tensor) -> None:
+    limit = torch.finfo(torch.float32).max
+    wanted = wanted.clamp(-limit, limit)  # 3e38 - (-3e38) is not a float32
     assert torch.equal(residual, wanted), f"off by up to {(residual - wanted).abs().max()}"
 
 
@@ -352,10 +357,10 @@ def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _ragged(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _mixed_magnitudes(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Tensors with values of many magnitudes, and of one magnitude."""
-    ragged = _normal(shape, seed=10) * torch.logspace(-6, 3, _numel(shape)).view(shape)
-    return ragged, torch.zeros(shape), torch.ones(shape), ragged * 1e-38, ragged.sign() * 3e38
+    mixed = _normal(shape, seed=10) * torch.logspace(-6, 3, _numel(shape)).view(shape)
+    return mixed, torch.zeros(shape), torch.ones(shape), mixed * 1e-38, mixed.sign() * 3e38
 
 
 def _numel(shape: tuple[int, ...]) -> int:

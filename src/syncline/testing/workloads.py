@@ -18,11 +18,11 @@ from syncline.errors import SpecError
 from syncline.workloads.base import Batch, Workload, batches
 from syncline.world import simulate
 
-__all__ = ["WorkloadContract", "leaving_randomness"]
+__all__ = ["WorkloadContract", "assert_rng_unchanged"]
 
 
 @contextmanager
-def leaving_randomness() -> Iterator[None]:
+def assert_rng_unchanged() -> Iterator[None]:
     """Assert that the global generators of torch, NumPy and `random` do not change."""
     before = torch.get_rng_state(), _numpy_state(), random.getstate()
     yield
@@ -52,7 +52,7 @@ class WorkloadContract:
         return next(batches(workload.splits().train, 16))
 
     def test_global_generators_do_not_change(self) -> None:
-        with leaving_randomness():
+        with assert_rng_unchanged():
             workload = self.make()
             splits = workload.splits()
             model = workload.model(3)

@@ -209,7 +209,7 @@ class AsynchronousPolicy(SyncPolicy):
             measures, post.metric, epoch, step, elapsed=post.elapsed, samples=post.samples,
             staleness=stats.staleness_mean,
         )  # fmt: skip
-        trainer.log.staleness(stats.staleness_histogram, step, workers=1)
+        trainer.log.log_staleness(stats.staleness_histogram, step, workers=1)
         self.state.evaluated = post.rounds
 
     # Waiting for the other workers.
@@ -352,7 +352,7 @@ class AsynchronousPolicy(SyncPolicy):
         for of_worker in self.control.staleness.values():
             counts.update(of_worker)
         histogram = {str(staleness): counts[staleness] for staleness in sorted(counts)}
-        trainer.log.staleness(histogram, self.state.step, workers=len(self.control.staleness))
+        trainer.log.log_staleness(histogram, self.state.step, workers=len(self.control.staleness))
         evaluated = self.state.evaluated
         tested = self.state.step if evaluated < 0 else evaluated // self.world.size
         trainer.write_result(outcome, self, tested)

@@ -305,7 +305,7 @@ class Trainer:
         """Write speeds and loss into rank 0's log."""
         self.logged_at = self.now()
         if self.world.rank == 0 and self.loss is not None:
-            self.log.progress(self.report(), float(self.attached.optimizer.param_groups[0]["lr"]))
+            self.log.log_progress(self.report(), float(self.attached.optimizer.param_groups[0]["lr"]))
 
     def record_evaluation(
         self, measures: dict[str, float], value: float, epoch: int, step: int, *, elapsed: float, samples: int,
@@ -330,7 +330,7 @@ class Trainer:
             "consensus": stats.consensus,
             "phases": phases(self.events.totals, stats),
         }
-        self.log.evaluated(measures, epoch, step, costs)
+        self.log.log_evaluation(measures, epoch, step, costs)
         self.state.record(value, elapsed, target is not None and self.workload.reached(value, target))
         rest = "".join(f", {key} {number:.4g}" for key, number in measures.items() if key != metric)
         self.progress.say(
@@ -351,7 +351,7 @@ class Trainer:
         del totals["steps"]
         if self.attached.asynchronous:  # logged for all workers together
             totals.pop("sl_staleness_histogram", None)
-        self.log.concluded(outcome, totals, phases(self.events.totals, stats), tested)
+        self.log.log_result(outcome, totals, phases(self.events.totals, stats), tested)
         self._write_summary(outcome, policy)
 
     def _write_summary(self, outcome: Outcome, policy: SyncPolicy, error: BaseException | None = None) -> None:
@@ -386,7 +386,7 @@ class Trainer:
                 self.folder.write("system", describe_world(self.world))
             self._write_config()
             config, asynchronous = self.attached.config, self.attached.asynchronous
-            log.run_started(self.workload, self.settings, config, self.first_step, asynchronous)
+            log.log_start(self.workload, self.settings, config, self.first_step, asynchronous)
             self.clock.begin()
             yield
         except BaseException as error:

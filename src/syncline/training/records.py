@@ -31,14 +31,15 @@ __all__ = ["RunLogWriter", "common_clock_zero", "describe_run", "json_number", "
 
 CODEC_KEYS = ("sl_codec_error", "sl_codec_xi", "sl_codec_density")
 """Events of a codec that the log copies."""
-CLOCK_QUESTIONS = 5
-"""Questions of each rank to rank 0's clock. The one with the shortest round trip counts."""
+CLOCK_ROUND_TRIPS = 5
+"""Round trips to rank 0's clock. The shortest is used."""
 
 
 class RunLogWriter(Recorder):
-    """Writes rank 0's log and scalars, and every rank's trace. It writes nothing elsewhere, or without a folder.
+    """Writes rank 0's log and scalars, and every rank's trace.
 
-    The spans of single steps go to the trace only, because the log would become too large.
+    Other ranks write only a trace. Without a folder, nothing is written. The spans of single steps go to the trace
+    only, because the log would become too large.
     """
 
     def __init__(
@@ -59,10 +60,15 @@ class RunLogWriter(Recorder):
             self._trace = ChromeTrace(folder.trace(world.rank, step), world.rank, zero=zero, error=error)
             world.events.add(self._trace)
 
-    def run_started(
-        self, workload: Workload, settings: Settings, config: dict[str, Any], resumed: int, asynchronous: bool = False
+    def log_start(
+        self,
+        workload: Workload,
+        settings: Settings,
+        config: dict[str, Any],
+        steps_before: int,
+        asynchronous: bool = False,
     ) -> None:
-        """Log the settings and the start of the run. `resumed`: the number of steps before this attempt."""
+        """Log the settings and the start of the run. `steps_before`: the number of steps before this attempt."""
         if settings.diagnose and self.sinks:
             self._world.events.add(self)  # see `write`
         samples = workload.splits().sizes()
@@ -88,14 +94,14 @@ class RunLogWriter(Recorder):
             "sl_evaluations_after": settings.evaluations_after,
         }
         if asynchronous:
-            points["sl_loose"] = True
-        if resumed:
-            points["sl_resumed"] = resumed
+            points["sl_loose"] = True  # the key's old name for asynchronous
+        if steps_before:
+            points["sl_resumed"] = steps_before
         for key, value in points.items():
             self.point(key, value)
         self.begin("run_start")
 
-    def progress(self, report: ProgressReport, rate: float) -> None:
+    def log_progress(self, report: ProgressReport, rate: float) -> None:
         """Log the speeds, the learning rate and the loss of rank 0's latest batch."""
         at = {"epoch_num": report.epoch, "step": report.step}
         self.point("train_loss", json_number(report.loss), **at)
@@ -104,7 +110,7 @@ class RunLogWriter(Recorder):
         self.point("sl_bytes_per_second", report.speeds.bytes, **at)
         self.point("sl_exposed_share", report.speeds.exposed, **at)
 
-    def evaluated(self, measures: dict[str, float], epoch: int, step: int, costs: dict[str, Any]) -> None:
+    def log_evaluation(self, measures: dict[str, float], epoch: int, step: int, costs: dict[str, Any]) -> None:
         """Log the numbers of a validation (`eval_accuracy`, `eval_loss`, …) and what the run has cost until then."""
         for key, value in measures.items():
             self.point(f"eval_{key}", json_number(value), epoch_num=epoch, step=step)
@@ -112,17 +118,17 @@ class RunLogWriter(Recorder):
         self.point("sl_evaluation", evaluation, epoch_num=epoch, step=step)
         self.end("eval_stop", epoch_num=epoch, step=step)
 
-    def staleness(self, histogram: dict[str, int], step: int, workers: int) -> None:
-        """Log how often which staleness occurred: on rank 0 alone, or at the end on `workers` workers."""
+    def log_staleness(self, histogram: dict[str, int], step: int, workers: int) -> None:
+        """Log the staleness histogram: rank 0's during the run, that of `workers` workers at the end."""
         if histogram:
             self.point("sl_staleness_histogram", histogram, step=step, workers=workers)
 
     def write(self, event: RunEvent) -> None:
-        """Copy an event of the codec from the world's recorder to the log, with `diagnose`."""
+        """With `diagnose`: copy a codec event from the world's recorder to the log."""
         if event.key in CODEC_KEYS:
             self.point(event.key, json_number(event.value), **event.metadata)
 
-    def concluded(
+    def log_result(
         self, outcome: Outcome, totals: dict[str, float], phases: dict[str, float], tested: int | None = None
     ) -> None:
         """Log the result and rank 0's totals. `tested` is the step of the tested weights, if it is not the last."""
@@ -157,7 +163,7 @@ def describe_run(
         **workload.describe(),
         **asdict(settings),
         "workers": workers,
-        "loose": run.asynchronous,
+        "loose": run.asynchronous,  # the key's old name for asynchronous
         "samples_a_step": settings.samples_per_step(workers),
         "scaled_learning_rate": settings.rate(workers),
         "code_version": code_version(),
@@ -242,9 +248,9 @@ def _newest_checkpoint(folder: Path) -> str | None:
 
 
 def common_clock_zero(world: World) -> tuple[float, float]:
-    """The reading of this rank's clock at rank 0's zero, and its largest error in seconds. Every rank calls it.
+    """The common start of all traces on this rank's clock, and its maximum error, in seconds. Every rank calls it.
 
-    Traces of all ranks start from it. Each rank in turn asks rank 0 for the time. Rank 0 reads its clock between the
+    Each rank in turn asks rank 0 for the time. Rank 0 reads its clock between the
     question and the answer, so the error is at most half of the round trip.
 
     >>> import syncline as sl
@@ -265,7 +271,7 @@ def common_clock_zero(world: World) -> tuple[float, float]:
 def _ask_time(world: World) -> tuple[float, float]:
     shortest, offset = float("inf"), 0.0
     message = torch.zeros(1, dtype=torch.float64)
-    for _ in range(CLOCK_QUESTIONS):
+    for _ in range(CLOCK_ROUND_TRIPS):
         asked = world.runtime.now()
         send(message, to=0, group=world.everyone)
         recv(message, source=0, group=world.everyone)
@@ -277,7 +283,7 @@ def _ask_time(world: World) -> tuple[float, float]:
 
 def _answer_time(world: World, rank: int) -> None:
     message = torch.zeros(1, dtype=torch.float64)
-    for _ in range(CLOCK_QUESTIONS):
+    for _ in range(CLOCK_ROUND_TRIPS):
         recv(message, source=rank, group=world.everyone)
         message[0] = world.runtime.now()
         send(message, to=rank, group=world.everyone)

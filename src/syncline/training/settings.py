@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncline.errors import SpecError
-from syncline.scaling import scale_factor
+from syncline.lr_scaling import scale_factor
 from syncline.specs import nearest
 
 if TYPE_CHECKING:

@@ -202,7 +202,7 @@ class Monitor:
         """
         return False
 
-    def set_pending(self, describe: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
+    def set_undelivered(self, describe: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
         """Register a function that describes what this rank has not delivered yet, for errors on waiting ranks.
 
         `awaited` returns the world rank for which this rank itself waits, or None.

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from torch._C._distributed_c10d import TCPStore  # what torch.distributed re-exports untyped
 
 from syncline.environment import Environment, Rendezvous, detect
-from syncline.environment.heartbeats import DEAD
+from syncline.environment.lost_after import DEAD
 from syncline.errors import WorldError
 from syncline.runtime import Event, Queue, RealRuntime, Runtime
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.environment.heartbeats import ALIVE, DEAD, LEFT
+from syncline.environment.lost_after import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
 from syncline.transports.base import CHECK_HINT, Monitor, group_ranks_by_text
 from syncline.transports.key_value_store import KeyValueStore, death_reason
@@ -139,7 +139,7 @@ class Liveness:
         self.warn_after_s = WARN_AFTER_S
         self.dead: dict[int, str] = {}
         """Ranks that the launcher has seen end, and how."""
-        self.pending: dict[str, tuple[Callable[[], str], Callable[[], int | None] | None]] = {}
+        self.undelivered: dict[str, tuple[Callable[[], str], Callable[[], int | None] | None]] = {}
         """By channel: functions that return what this rank has not delivered yet, and the rank that it waits for."""
         self._store = store
         self._launcher = launcher
@@ -243,7 +243,7 @@ class Liveness:
                     self._ask(self._read_deaths)
                 self._warn()
                 self._compare()
-            except Exception as error:  # `pending` calls code of the strategies
+            except Exception as error:  # `undelivered` calls code of the strategies
                 self._problems.warn(f"rank {self.rank} cannot write its record for the other ranks: {error!r}")
             self.closed.wait(HEARTBEAT_EVERY_S)
 
@@ -256,7 +256,7 @@ class Liveness:
                 "beat": self._number,
                 "calls": {channel: count for channel, (count, _) in list(self._entered.items())},
                 "doing": self._latest,
-                "owes": {channel: describe() for channel, (describe, _) in list(self.pending.items())},
+                "owes": {channel: describe() for channel, (describe, _) in list(self.undelivered.items())},
                 "waits": self._describe_waits(),
                 "blames": None if blames is None else [blames.rank, blames.reason],
             }
@@ -264,7 +264,7 @@ class Liveness:
 
     def _describe_waits(self) -> list[dict[str, Any]]:
         waits = [self._describe(wait) for wait in list(self._waits.values())[:MAX_WAITS]]
-        for channel, (describe, awaited) in list(self.pending.items()):
+        for channel, (describe, awaited) in list(self.undelivered.items()):
             peer = None if awaited is None else awaited()
             if peer is not None and peer != self.rank:
                 waits.append({"peer": peer, "pending": describe(), "channel": channel})
@@ -343,12 +343,12 @@ class Liveness:
         return {**self._posted, **self.dead}
 
     def blame(
-        self, channel: str, members: Sequence[int], peer: int | None, broken: bool, idle: bool = False
+        self, channel: str, members: Sequence[int], peer: int | None, broken: bool, no_deadline: bool = False
     ) -> LossReason:
         """Find the rank that caused a wait for `peer`, or for all members, to fail.
 
-        `broken`: a connection broke, so that a rank must be gone; otherwise a timeout passed. `idle`: the wait had no
-        deadline; if a living rank ends it, that rank has only closed the channel and is not lost.
+        `broken`: a connection broke, so that a rank must be gone; otherwise a timeout passed. `no_deadline`: the wait
+        had none; if a living rank ends it, that rank has only closed the channel and is not lost.
         """
         text = self.mismatch(channel)
         if text:
@@ -356,7 +356,7 @@ class Liveness:
         over = self.waiting("it", channel, members, peer)  # ranks that wait for this one may read its record meanwhile
         loss = self._first_posted(members) or self._search(channel, members, peer, broken)
         over()
-        if (idle and loss.alive) or loss.mismatch:
+        if (no_deadline and loss.alive) or loss.mismatch:
             return loss
         if loss.rank is not None and self._gone is None:
             loss = self._post(loss, members)
@@ -549,5 +549,5 @@ class LivenessMonitor(Monitor):
     def enter(self, collective: str) -> None:
         self._liveness.enter(self._channel, collective)
 
-    def set_pending(self, describe: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
-        self._liveness.pending[self._channel] = (describe, awaited)
+    def set_undelivered(self, describe: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
+        self._liveness.undelivered[self._channel] = (describe, awaited)

@@ -159,7 +159,7 @@ class Mailbox:
         self.posted: list[PostedReceive] = []
         self.arrived: list[ArrivedMessage] = []
         self.waiting_bytes = 0
-        self._changed = runtime.event()  # set when a message was taken or a receive posted: there may be room
+        self._changed = runtime.event()  # set when a message was taken or a receive posted: there may be space
         self._closed_error: Callable[[PostedReceive], Exception] | None = None
         self._listeners: dict[int, Callable[[ArrivedMessage], None]] = {}
 
@@ -250,8 +250,8 @@ class Mailbox:
             self.posted.append(posted)
         return posted
 
-    def wait_for_room(self, nbytes: int, source: int, tag: int) -> None:
-        """Wait until a message may be delivered: there is room, or a receive that takes it at once.
+    def wait_for_space(self, nbytes: int, source: int, tag: int) -> None:
+        """Wait until a message may be delivered: there is space, or a receive that takes it at once.
 
         A message longer than both the limit and the waiting receive is refused.
         """
@@ -264,11 +264,11 @@ class Mailbox:
                         f"{format_bytes(takers[0].data.numel())} were expected",
                         peer=source,
                     )
-                has_room = self.waiting_bytes + nbytes <= MAX_UNRECEIVED_BYTES
-                if takers or self._closed_error is not None or has_room:
+                has_space = self.waiting_bytes + nbytes <= MAX_UNRECEIVED_BYTES
+                if takers or self._closed_error is not None or has_space:
                     return
                 self._changed.clear()
-            self._changed.wait(why=f"room for {format_bytes(nbytes)} from rank {source}")
+            self._changed.wait(why=f"space for {format_bytes(nbytes)} from rank {source}")
 
     def withdraw(self, posted: PostedReceive) -> bool:
         """Cancel a receive; False if its message has arrived meanwhile."""
@@ -322,12 +322,12 @@ class Mailbox:
 
 def _match(posted: PostedReceive, message: ArrivedMessage) -> None:
     """Put a message into a receive, or set the error of a receive that it does not fit."""
-    length, room = message.nbytes, posted.data.numel() if posted.max_bytes < 0 else posted.max_bytes
+    length, max_length = message.nbytes, posted.data.numel() if posted.max_bytes < 0 else posted.max_bytes
     posted.source, posted.nbytes = message.source, length
-    if length > room or (posted.exact and length < room):
+    if length > max_length or (posted.exact and length < max_length):
         posted.error = ProtocolError(
             f"rank {message.source} sent {format_bytes(length)} (tag {message.tag}) where "
-            f"{'exactly' if posted.exact else 'at most'} {format_bytes(room)} were expected"
+            f"{'exactly' if posted.exact else 'at most'} {format_bytes(max_length)} were expected"
             f"{mismatch_hint(message.tag)}",
             peer=message.source,
         )
@@ -338,7 +338,7 @@ def _match(posted: PostedReceive, message: ArrivedMessage) -> None:
         else:
             posted.content = message.data.numpy().data if isinstance(message.data, Tensor) else message.data
     elif isinstance(message.data, Tensor):
-        (posted.data if length == room else posted.data[:length]).copy_(message.data)
+        (posted.data if length == max_length else posted.data[:length]).copy_(message.data)
     elif length and message.data is not None:
         posted.data.numpy().data[:length] = message.data
     if message.accept is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
-from syncline.runtime import Kernel, SimulatedRuntime
+from syncline.runtime import SimulatedRuntime, Simulator
 from syncline.transports.base import (
     DEFAULT_TIMEOUT_S,
     Handle,
@@ -89,12 +89,12 @@ class _DirectedLink:
             held *= network.slowness(to)
         message.head = network.in_free[to] = start + held
         self.receiving.append(message)
-        network.kernel.schedule_at(message.head, self.on_arrival)
+        network.simulator.schedule_at(message.head, self.on_arrival)
 
     def on_arrival(self) -> None:
         """The last byte has arrived."""
         network = self.network
-        message, now = self.receiving.popleft(), network.kernel.now
+        message, now = self.receiving.popleft(), network.simulator.now
         assert now >= message.head, "a message was about to be seen before its virtual arrival"
         if self.to not in network.gone:
             network.messages.append(Message(self.source, self.to, message.tag, message.nbytes, message.sent, now))
@@ -104,14 +104,14 @@ class _DirectedLink:
 class SimulatedNetwork:
     """The state of the simulated network: ports, messages in flight, and the ranks that have ended."""
 
-    def __init__(self, kernel: Kernel, size: int, model: Network, faults: Sequence[Fault] = ()) -> None:
-        self.kernel = kernel
+    def __init__(self, simulator: Simulator, size: int, model: Network, faults: Sequence[Fault] = ()) -> None:
+        self.simulator = simulator
         self.size = size
         self.model = model
         self.faults = tuple(faults)
         self.uneven = bool(model.slow or self.faults)
         """Whether some ranks may be slower than others."""
-        self.runtimes = [SimulatedRuntime(kernel, rank) for rank in range(size)]
+        self.runtimes = [SimulatedRuntime(simulator, rank) for rank in range(size)]
         self.messages: list[Message] = []
         self.lost: int | None = None
         """The rank that the first timeout has named. All later ones name the same."""
@@ -138,7 +138,7 @@ class SimulatedNetwork:
     def slowness(self, rank: int) -> float:
         """The factor by which a rank is slower than the others now."""
         factor = self.model.slow.get(rank, 1.0) if self.model.slow else 1.0
-        return factor * slowness(self.faults, rank, self.kernel.now) if self.faults else factor
+        return factor * slowness(self.faults, rank, self.simulator.now) if self.faults else factor
 
     # Messages.
 
@@ -146,11 +146,11 @@ class SimulatedNetwork:
         self, source: int, to: int, tag: int, nbytes: int, on_arrival: Callable[[], None], lossy: bool = False
     ) -> float:
         """Send a message and call `on_arrival` when it arrives. Returns when the sender's port is free again."""
-        kernel = self.kernel
+        simulator = self.simulator
         link = self._links.get((source, to))
         if link is None:
             link = self._links[source, to] = _DirectedLink(self, source, to)
-        now, free = kernel.now, self._out_free[source]
+        now, free = simulator.now, self._out_free[source]
         start = now if now > free else free
         held = self.model.per_message + nbytes * link.beta
         if self.uneven:
@@ -158,7 +158,7 @@ class SimulatedNetwork:
         left = self._out_free[source] = start + held
         copies = self._copies() if lossy else 1
         for _ in range(copies):
-            latency = link.alpha * (1.0 + self.model.jitter * kernel.random.random())
+            latency = link.alpha * (1.0 + self.model.jitter * simulator.random.random())
             if self.faults:
                 latency += self._lateness(source, to)
             head = start + latency
@@ -170,16 +170,16 @@ class SimulatedNetwork:
                     break
             link.last_head = head
             link.transit.append(_MessageInFlight(tag, nbytes, now, head, on_arrival))
-            kernel.schedule_at(head, link.arrive)
+            simulator.schedule_at(head, link.arrive)
         return left
 
     def _copies(self) -> int:
         copies = 1
         for fault in self.faults:
-            if isinstance(fault, Drop) and self.kernel.random.random() < fault.probability:
-                self.kernel.faulted = True
+            if isinstance(fault, Drop) and self.simulator.random.random() < fault.probability:
+                self.simulator.faulted = True
                 copies = 0
-            elif isinstance(fault, Duplicate) and self.kernel.random.random() < fault.probability:
+            elif isinstance(fault, Duplicate) and self.simulator.random.random() < fault.probability:
                 copies = min(copies * 2, 2)
         return copies
 
@@ -190,7 +190,7 @@ class SimulatedNetwork:
                 isinstance(fault, Delay)
                 and fault.source in (None, source)
                 and fault.to in (None, to)
-                and self.kernel.random.random() < fault.probability
+                and self.simulator.random.random() < fault.probability
             ):
                 late += fault.seconds
         return late
@@ -198,8 +198,8 @@ class SimulatedNetwork:
     def _held_until(self, source: int, to: int) -> float:
         until = 0.0
         for fault in self.faults:
-            if isinstance(fault, Partition) and fault.separates(source, to, self.kernel.now):
-                self.kernel.faulted = True
+            if isinstance(fault, Partition) and fault.separates(source, to, self.simulator.now):
+                self.simulator.faulted = True
                 until = max(until, fault.stop)
         return until
 
@@ -210,16 +210,16 @@ class SimulatedNetwork:
             if any(not 0 <= rank < self.size for rank in ranks_of(fault)):
                 raise WorldError(f"{fault} strikes a rank outside the world of {self.size}")
             if isinstance(fault, Kill):
-                self.kernel.schedule(fault.at, self.kill_callback(fault.rank))
+                self.simulator.schedule(fault.at, self.kill_callback(fault.rank))
 
     def kill_callback(self, rank: int) -> Callable[[], None]:
         """A function that ends all tasks of a rank."""
 
         def strike() -> None:
-            tasks = [task for task in self.kernel.tasks if task.rank == rank and not task.done()]
+            tasks = [task for task in self.simulator.tasks if task.rank == rank and not task.done()]
             if tasks:
                 self.killed.add(rank)
-                self.kernel.interrupt(tasks)
+                self.simulator.interrupt(tasks)
                 self.leave(rank)
 
         return strike
@@ -230,8 +230,8 @@ class SimulatedNetwork:
             return
         if because_of is not None:
             self._causes[rank] = because_of
-        self.kernel.faulted = True
-        self.gone[rank] = self.kernel.now
+        self.simulator.faulted = True
+        self.gone[rank] = self.simulator.now
         self._break_when_quiet(rank)
 
     def _break_when_quiet(self, rank: int) -> None:
@@ -242,7 +242,9 @@ class SimulatedNetwork:
             for message in (*link.transit, *link.receiving)
         ]
         if arrivals:  # check again when the last one is due
-            self.kernel.schedule_at(max([*arrivals, self.kernel.now + 1e-9]), lambda: self._break_when_quiet(rank))
+            self.simulator.schedule_at(
+                max([*arrivals, self.simulator.now + 1e-9]), lambda: self._break_when_quiet(rank)
+            )
             return
         self._broken.add(rank)
         for transport in self._transports:
@@ -446,7 +448,7 @@ class VirtualTiming(Timing):
             self._network.runtimes[self._rank].sleep(seconds * self._network.slowness(self._rank))
 
     def no_user_code(self) -> AbstractContextManager[None]:
-        return self._network.kernel.no_user_code
+        return self._network.simulator.no_user_code
 
 
 class _CallComparison(Monitor):
@@ -492,7 +494,7 @@ def kill_rank(transport: Transport) -> None:
     if not isinstance(transport, SimulatedTransport):
         raise IncompatibleError(f"a rank of {transport.name} is not simulated: kill its process")
     network = transport.network
-    network.kernel.schedule(0.0, network.kill_callback(transport.global_rank))
+    network.simulator.schedule(0.0, network.kill_callback(transport.global_rank))
 
 
 class _SimulatedSend:
@@ -511,7 +513,7 @@ class _SimulatedSend:
 
     def wait(self, timeout: float | None = None) -> None:
         transport = self._transport
-        if self.left > transport.network.kernel.now:
+        if self.left > transport.network.simulator.now:
             transport.network.runtimes[transport.global_rank].sleep_until(self.left)
         if self._event is not None and not self._event.is_set():
             limit = transport.timeout if timeout is None else timeout

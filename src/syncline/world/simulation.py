@@ -10,8 +10,8 @@ from typing import Any
 
 from syncline.environment import Environment
 from syncline.errors import PeerLostError, WorldError, warn_deprecated
-from syncline.runtime import Kernel
-from syncline.runtime.kernel import SimulatedTask
+from syncline.runtime import Simulator
+from syncline.runtime.simulator import SimulatedTask
 from syncline.transports import Message, Network, SimulatedNetwork, SimulatedTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.faults import Fault
@@ -103,28 +103,28 @@ def simulate(
         raise WorldError(f"simulate(fn, ranks) runs fn(world) on each rank, and {fn!r} is no function")
     if network is not None and not isinstance(network, Network):
         raise WorldError(f"network={network!r}: write network=sl.Network(latency=1e-4, bandwidth=12.5e6)")
-    kernel = Kernel(seed, chaos, threads)
+    simulator = Simulator(seed, chaos, threads)
     if aside:
         warn_deprecated("simulate(aside=…)", "simulate(extra=…)")
     processes = [each if isinstance(each, ExtraProcess) else ExtraProcess(each) for each in (*extra, *aside)]
-    simulated = SimulatedNetwork(kernel, ranks + len(processes), network or Network(), faults)
+    simulated = SimulatedNetwork(simulator, ranks + len(processes), network or Network(), faults)
     roles = tuple(each.role for each in processes)
     hosts = tuple(f"host{simulated.model.host(rank)}" for rank in range(ranks))
     mains = [
-        kernel.spawn(rank, "main", _start, fn, rank, simulated, hosts, roles, timeout, check, main=True)
+        simulator.spawn(rank, "main", _start, fn, rank, simulated, hosts, roles, timeout, check, main=True)
         for rank in range(ranks)
     ]
     others = [
-        kernel.spawn(member, "extra", _start_extra, each, member, simulated, timeout)
+        simulator.spawn(member, "extra", _start_extra, each, member, simulated, timeout)
         for member, each in enumerate(processes, start=ranks)
     ]
-    failed = _collect_failures(kernel, simulated, [*mains, *others], return_exceptions)
+    failed = _collect_failures(simulator, simulated, [*mains, *others], return_exceptions)
     shown = _ProgressPrinter(ranks).show if progress is None and sys.stderr.isatty() else progress
-    kernel.run(None if shown is None else lambda: shown(kernel.now))
-    tasks = [*failed, *kernel.tasks]
-    _raise_first(kernel, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
+    simulator.run(None if shown is None else lambda: shown(simulator.now))
+    tasks = [*failed, *simulator.tasks]
+    _raise_first(simulator, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
     results = tuple(task.error if task.error is not None else task.result for task in mains)
-    return Simulation(results, kernel.now, tuple(simulated.messages), tuple(sorted(simulated.killed)), seed)
+    return Simulation(results, simulator.now, tuple(simulated.messages), tuple(sorted(simulated.killed)), seed)
 
 
 class _ProgressPrinter:
@@ -143,23 +143,23 @@ class _ProgressPrinter:
 
 
 def _collect_failures(
-    kernel: Kernel, simulated: SimulatedNetwork, members: Sequence[SimulatedTask], return_exceptions: bool
+    simulator: Simulator, simulated: SimulatedNetwork, members: Sequence[SimulatedTask], return_exceptions: bool
 ) -> list[SimulatedTask]:
     """A list to which each failed process is added. The first failure ends the simulation, unless others continue."""
     failed: list[SimulatedTask] = []
     watched = set(members)
 
     def ended(task: SimulatedTask) -> None:
-        if task.error is None or task not in watched or kernel.stopping:
+        if task.error is None or task not in watched or simulator.stopping:
             return
         failed.append(task)
         if return_exceptions:
             lost = task.error.peer if isinstance(task.error, PeerLostError) else None
             simulated.leave(task.rank, because_of=lost)  # like a process that ends with a traceback
         else:
-            kernel.stop()
+            simulator.stop()
 
-    kernel.on_finish = ended
+    simulator.on_finish = ended
     return failed
 
 
@@ -193,21 +193,21 @@ def _start_extra(process: ExtraProcess, member: int, simulated: SimulatedNetwork
 
 
 def _raise_first(
-    kernel: Kernel,
+    simulator: Simulator,
     tasks: Sequence[SimulatedTask],
     mains: Sequence[SimulatedTask],
     return_exceptions: bool,
     replay: str,
 ) -> None:
-    if kernel.deadlock is not None:
-        raise _with_note(kernel.deadlock, f"replay: {replay}")
+    if simulator.deadlock is not None:
+        raise _with_note(simulator.deadlock, f"replay: {replay}")
     for task in tasks:
         main = task in mains
         if task.error is None or task.error_seen or (main and return_exceptions):
             continue
         if not main and isinstance(task.error, PeerLostError) and return_exceptions:
             continue  # a communication task whose rank has raised the error already
-        raise _with_note(task.error, f"in {task} of a simulation at t={kernel.now:.6g} s; replay: {replay}")
+        raise _with_note(task.error, f"in {task} of a simulation at t={simulator.now:.6g} s; replay: {replay}")
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:

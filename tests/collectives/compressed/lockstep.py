@@ -9,7 +9,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from syncline.collectives.compressed.requests import Gather, Reduction, Request, Scatter, Sum, Swap
+from syncline.collectives.compressed.requests import (
+    AllGatherRequest,
+    AllReduceRequest,
+    AllToAllRequest,
+    Reduction,
+    Request,
+    SendRecvRequest,
+)
 from syncline.errors import SynclineError
 
 R = TypeVar("R")
@@ -74,33 +81,33 @@ def _advance(
 
 
 def _answer(requests: list[Request]) -> list[Any]:
-    gathers = [request.data for request in requests if isinstance(request, Gather)]
+    gathers = [request.data for request in requests if isinstance(request, AllGatherRequest)]
     if gathers:
         assert all(data.dtype == torch.uint8 for data in gathers)
         return [torch.stack(gathers) for _ in requests]  # refuses lengths that differ
-    scatters = [request.data for request in requests if isinstance(request, Scatter)]
+    scatters = [request.data for request in requests if isinstance(request, AllToAllRequest)]
     if scatters:
         assert all(data.dtype == torch.uint8 and len(data) == len(requests) for data in scatters)
         cube = torch.stack(scatters)
         return [cube[:, rank].clone() for rank in range(len(requests))]
-    sums = [request.tensor for request in requests if isinstance(request, Sum)]
+    sums = [request.tensor for request in requests if isinstance(request, AllReduceRequest)]
     if sums:
         total = torch.stack(sums).sum(0)
         for tensor in sums:
             tensor.copy_(total)
         return [None] * len(requests)
-    return [_swap(rank, requests) for rank in range(len(requests))]
+    return [_send_recv(rank, requests) for rank in range(len(requests))]
 
 
-def _swap(rank: int, requests: list[Request]) -> Tensor:
+def _send_recv(rank: int, requests: list[Request]) -> Tensor:
     mine = requests[rank]
-    assert isinstance(mine, Swap)
+    assert isinstance(mine, SendRecvRequest)
     if mine.peer is None:
         assert mine.data is None, "an idle rank sends nothing"
         assert mine.max_bytes == 0, "an idle rank receives nothing"
         return torch.zeros(0, dtype=torch.uint8)
     other = requests[mine.peer]
-    assert isinstance(other, Swap)
+    assert isinstance(other, SendRecvRequest)
     assert other.peer == rank, f"rank {rank} swaps with {mine.peer}, which does not"
     came = torch.zeros(0, dtype=torch.uint8) if other.data is None else other.data.clone()
     assert (other.data is None) == (mine.max_bytes == 0), f"rank {rank} expects {mine.max_bytes} B"
@@ -109,10 +116,10 @@ def _swap(rank: int, requests: list[Request]) -> Tensor:
 
 
 def _sent(request: Request, size: int) -> int:
-    if isinstance(request, Sum):
+    if isinstance(request, AllReduceRequest):
         return request.tensor.numel() * request.tensor.element_size()
-    if isinstance(request, Gather):
+    if isinstance(request, AllGatherRequest):
         return request.data.numel() * (size - 1)
-    if isinstance(request, Scatter):
+    if isinstance(request, AllToAllRequest):
         return request.data.shape[1] * (size - 1)
     return 0 if request.data is None else request.data.numel()

@@ -170,10 +170,10 @@ def test_every_rank_has_the_exact_sum_of_whole_numbers(way: Way, codec: PayloadC
 @pytest.mark.parametrize(
     ("way", "codec", "rounds"),
     [
-        ("gather", Coarse(), ["Gather"]),
-        ("gather", Trimmed(), ["Gather", "Gather"]),
-        ("split", Coarse(), ["Scatter", "Gather"]),
-        ("split", Trimmed(), ["Gather", "Scatter", "Gather", "Gather"]),
+        ("gather", Coarse(), ["AllGatherRequest"]),
+        ("gather", Trimmed(), ["AllGatherRequest", "AllGatherRequest"]),
+        ("split", Coarse(), ["AllToAllRequest", "AllGatherRequest"]),
+        ("split", Trimmed(), ["AllGatherRequest", "AllToAllRequest", "AllGatherRequest", "AllGatherRequest"]),
     ],
 )
 def test_few_rounds(way: Way, codec: PayloadCodec, rounds: list[str]) -> None:

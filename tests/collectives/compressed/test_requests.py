@@ -10,7 +10,13 @@ import torch
 
 import syncline as sl
 from syncline.collectives.compressed import Request
-from syncline.collectives.compressed.requests import IDLE, Gather, Scatter, Sum, Swap
+from syncline.collectives.compressed.requests import (
+    IDLE,
+    AllGatherRequest,
+    AllReduceRequest,
+    AllToAllRequest,
+    SendRecvRequest,
+)
 from syncline.reduction import Communicator
 
 
@@ -29,29 +35,31 @@ def row(*values: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("in_comm_task", [False, True])
-def test_gather_returns_all_rows(in_comm_task: bool) -> None:
-    found = answers(lambda rank: Gather(row(rank, rank)), 3, in_comm_task)
+def test_all_gather_returns_all_rows(in_comm_task: bool) -> None:
+    found = answers(lambda rank: AllGatherRequest(row(rank, rank)), 3, in_comm_task)
     assert found == (([[0, 0], [1, 1], [2, 2]], 2),) * 3
 
 
 @pytest.mark.parametrize("in_comm_task", [False, True])
-def test_scatter_transposes_rows(in_comm_task: bool) -> None:
-    found = answers(lambda rank: Scatter(torch.stack([row(10 * rank + to) for to in range(3)])), 3, in_comm_task)
+def test_all_to_all_transposes_rows(in_comm_task: bool) -> None:
+    found = answers(
+        lambda rank: AllToAllRequest(torch.stack([row(10 * rank + to) for to in range(3)])), 3, in_comm_task
+    )
     assert [rows for rows, _ in found] == [[[to], [10 + to], [20 + to]] for to in range(3)]
     assert {sent for _, sent in found} == {2}
 
 
 @pytest.mark.parametrize("in_comm_task", [False, True])
-def test_swaps_may_differ_in_length_or_be_idle(in_comm_task: bool) -> None:
+def test_send_recv_may_differ_in_length_or_be_idle(in_comm_task: bool) -> None:
     def make(rank: int) -> Request:
-        return IDLE if rank == 2 else Swap(1 - rank, row(7, 8) if rank else row(9), 4)
+        return IDLE if rank == 2 else SendRecvRequest(1 - rank, row(7, 8) if rank else row(9), 4)
 
     assert answers(make, 3, in_comm_task) == (([7, 8], 1), ([9], 2), ([], 0))
 
 
 def test_a_swap_of_one_direction() -> None:
     def make(rank: int) -> Request:
-        return Swap(1, row(5), 0) if rank == 0 else Swap(0, None, 1)
+        return SendRecvRequest(1, row(5), 0) if rank == 0 else SendRecvRequest(0, None, 1)
 
     assert answers(make, 2, False) == (([], 1), ([5], 0))
 
@@ -59,7 +67,7 @@ def test_a_swap_of_one_direction() -> None:
 def test_sum_is_in_place() -> None:
     def case(world: sl.World) -> list[float]:
         tensor = torch.full((2,), float(world.rank))
-        pending = Communicator(world, "auto").requests.launch(Sum(tensor), "a bucket", False)
+        pending = Communicator(world, "auto").requests.launch(AllReduceRequest(tensor), "a bucket", False)
         assert pending.wait() is None
         assert pending.sent_bytes == 8
         return [float(each) for each in tensor]

@@ -269,11 +269,11 @@ def test_what_was_given_is_what_came_out_and_what_is_left(
     ("way", "size", "rounds"),
     [
         ("doubling", 1, []),
-        ("doubling", 2, ["Swap"]),
-        ("doubling", 8, ["Swap"] * 3),
-        ("doubling", 5, ["Swap"] * 4),
-        ("split", 8, ["Gather", "Scatter", "Gather"]),
-        ("split_dense", 8, ["Gather", "Scatter", "Gather"]),
+        ("doubling", 2, ["SendRecvRequest"]),
+        ("doubling", 8, ["SendRecvRequest"] * 3),
+        ("doubling", 5, ["SendRecvRequest"] * 4),
+        ("split", 8, ["AllGatherRequest", "AllToAllRequest", "AllGatherRequest"]),
+        ("split_dense", 8, ["AllGatherRequest", "AllToAllRequest", "AllGatherRequest"]),
     ],
 )
 def test_few_rounds(way: CompressedCollective, size: int, rounds: list[str]) -> None:
@@ -289,7 +289,7 @@ def test_large_sums_are_asked_for_their_length_first() -> None:
         whole[:20_000:3] = 1.0
     expected = torch.stack(inputs).sum(0)
     run = lockstep(ranks.reductions(inputs))
-    assert run.rounds == ["Gather", "Scatter", "Gather", "Gather"]
+    assert run.rounds == ["AllGatherRequest", "AllToAllRequest", "AllGatherRequest", "AllGatherRequest"]
     assert torch.equal(inputs[3], expected)
 
 

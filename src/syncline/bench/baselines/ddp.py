@@ -236,6 +236,7 @@ class _DDPRun(WrappedRun):
 
     def _wrap(self) -> DistributedDataParallel:
         strategy = self.strategy
+        # None, not 25: torch makes the first bucket 1 MB only if no size is given.
         cap = None if self.settings.bucket_bytes == BUCKET_BYTES else self.settings.bucket_bytes / 2**20
         if strategy.hook == "powersgd":
             cap = self._one_bucket()

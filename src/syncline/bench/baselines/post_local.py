@@ -85,6 +85,7 @@ class _PostLocalRun(WrappedRun):
         super().detach()
 
     def _wrap(self) -> DistributedDataParallel:
+        # None, not 25: torch makes the first bucket 1 MB only if no size is given.
         cap = None if self.settings.bucket_bytes == BUCKET_BYTES else self.settings.bucket_bytes / 2**20
         wrapped = wrap(self.model, False, cap)
         within = self.strategy.within_host

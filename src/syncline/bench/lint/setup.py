@@ -16,7 +16,7 @@ from syncline.bench.answer_cache import cache_answers
 from syncline.bench.lint.base import ExpectedSteps, LintCase, LintRule, Note, close, is_built_in, some
 from syncline.bench.runlog import RunRecord, finite, read_document
 from syncline.errors import SynclineError
-from syncline.scaling import scale_factor
+from syncline.lr_scaling import scale_factor
 
 __all__ = ["RULES"]
 

@@ -115,7 +115,10 @@ def is_baseline(spec: str) -> bool:
 
 def default_entries(workload: Workload, simulated: bool = False, one_host: bool = True) -> RaceEntries:
     """The default entries, which differ most: twelve on the simulator, five on real processes."""
-    entries = {entry.name: entry for entry in all_entries(workload, simulated, one_host).entries}
+    candidates = all_entries(workload, simulated, one_host)
+    entries = {entry.name: entry for entry in candidates.entries}
+    unknown = [name for name in DEFAULT_ENTRIES if name not in entries and name not in candidates.skipped]
+    assert not unknown, f"default entries that are neither a preset nor a codec of the race: {unknown}"
     chosen = [entries[name] for name in DEFAULT_ENTRIES if name in entries]
     return RaceEntries(tuple(chosen if simulated else chosen[:MAX_DEFAULT_ENTRIES_ON_PROCESSES]), {})
 

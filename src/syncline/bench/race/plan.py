@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from syncline.errors import ProtocolError, SpecError
-from syncline.scaling import scale_factor
+from syncline.lr_scaling import scale_factor
 from syncline.training.settings import Settings
 
 __all__ = ["FORMAT", "PlannedRun", "RaceEntry", "RacePlace", "RacePlan", "RateTuning", "RunKind"]

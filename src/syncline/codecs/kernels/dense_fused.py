@@ -191,7 +191,7 @@ def put_planes(codes: Bytes, n: int, bits: int, rows: Bytes, planes: Bytes, body
     m = (n + 7) // 8
     wide = (m + 7) // 8 * 8
     source = codes
-    if n < 8 * wide:  # the end of a part, or an odd bucket: move the rows to where words begin
+    if n < 8 * wide:  # the end of a part, or an odd block: move the rows to where words begin
         rows[:] = np.uint8(0)
         for k in range(8):
             row = codes[min(k * m, n) : min((k + 1) * m, n)]
@@ -349,7 +349,7 @@ def two_means(block: Floats, upper: Doubles, lower: Doubles, means: Floats) -> N
 
 @jit
 def encode_onebit(flat: Floats, residual: Floats, body: Bytes, bucket: int) -> bool:
-    """Two means for each bucket, and signs. No residual: it is empty. Returns False if a mean is not finite."""
+    """Two means for each block, and signs. No residual: it is empty. Returns False if a mean is not finite."""
     means = np.empty((len(flat) + bucket - 1) // bucket * 2, dtype=np.float32)
     upper, lower = np.empty(LANES, dtype=np.float64), np.empty(LANES, dtype=np.float64)
     buffer = np.empty(min(bucket, len(residual)), dtype=np.float32)

@@ -1,7 +1,7 @@
 """The arithmetic of quantize, onebit, ternary and cast in plain torch, on any device: the fused kernels must equal it.
 
-A part is cut into blocks (the buckets of the codec) and each block is packed by itself, its last elements in a shorter
-one. A block of n codes of b bits becomes b planes of m = ⌈n/8⌉ bytes; codes behind the last are zero:
+A part is cut into blocks (`bucket` elements of the codec), and each block is packed by itself. The last block may be
+shorter. A block of n codes of b bits becomes b planes of m = ⌈n/8⌉ bytes; padding codes are zero:
 
     plane p:   byte j holds bit p of codes j, m + j, 2m + j, … 7m + j, from the lowest bit up
 
@@ -190,7 +190,7 @@ def decode_quantize(body: Tensor, out: Tensor, bucket: int, bits: int, accumulat
 
 
 def encode_onebit(flat: Tensor, residual: Tensor, body: Tensor, bucket: int) -> bool:
-    """For each bucket the mean of those that are not negative and of those that are; a set bit is negative.
+    """For each block the mean of those that are not negative and of those that are; a set bit is negative.
 
     An empty residual means that there is none. Returns False if a mean is not finite.
     """

@@ -15,7 +15,7 @@ from syncline.codecs import Chain, Codec, PayloadCodec, Quantize, RngKey, Tensor
 from syncline.codecs.base import all_finite
 from syncline.collectives.compressed.cost import predict_collectives
 from syncline.collectives.compressed.gather_split import OwnerResiduals, gather, reclaim_residuals, split
-from syncline.collectives.compressed.requests import Reduction, Sum
+from syncline.collectives.compressed.requests import AllReduceRequest, Reduction
 from syncline.collectives.compressed.sparse import is_sparse, sparse_doubling, sparse_split, sparse_split_dense
 from syncline.collectives.schedules import AUTO, NATIVE, build
 from syncline.errors import DivergedError, IncompatibleError, SpecError
@@ -207,9 +207,9 @@ def _sum_rounds(
     try:
         for tensor in codec.reduce_rounds(parts, rng, size):
             if first and control is not None:
-                yield Sum(tensor), Sum(control)
+                yield AllReduceRequest(tensor), AllReduceRequest(control)
             else:
-                yield Sum(tensor)
+                yield AllReduceRequest(tensor)
             first = False
     except DivergedError:
         for part in parts:

@@ -3,8 +3,8 @@
 p ranks, N elements, a payload of B bytes; α latency, β = 1/bandwidth, o seconds per message, γ seconds per combined
 byte. A rank selects k elements, so a sum of g ranks has about K(g) = N(1 − (1 − k/N)^g): S(g) bytes, dense from δ on.
 
-    G(n) = (p − 1)(α + o + nβ)                a Gather of n bytes, by a ring as in the engines
-    T(n) = α + (p − 1)(o + nβ)                a Scatter of rows of n bytes, in one round
+    G(n) = (p − 1)(α + o + nβ)                an all-gather of n bytes, by a ring as in the engines
+    T(n) = α + (p − 1)(o + nβ)                an all-to-all of rows of n bytes, in one round
 
 | collective         | seconds                                                            | + γ ×           |
 |--------------------|--------------------------------------------------------------------|-----------------|

@@ -2,11 +2,11 @@
 
 `gather`: every rank receives all payloads and sums them. One round; p payloads pass each port::
 
-    encode ──► Gather ──► decode 0, 1, … p−1 in this order
+    encode ──► all-gather ──► decode 0, 1, … p−1 in this order
 
 `split`: each rank owns 1/p of the elements. Two rounds; two payloads pass each port, whatever p is::
 
-    encode p shards ──► Scatter ──► owner: decode and sum its shard, encode the sum ──► Gather ──► decode p shards
+    encode p shards ──► all-to-all ──► owner: decode, sum its shard, encode the sum ──► all-gather ──► decode p shards
 
 Every rank decodes the same bytes in the same order, its own included, so all hold the same bits. If the lengths of
 payloads vary, they are gathered first: one more round for `gather`, two for `split`. The first round also carries the
@@ -32,7 +32,7 @@ from syncline.codecs.base import (
     unpack,
     unpack_all,
 )
-from syncline.collectives.compressed.requests import Gather, Reduction, Scatter
+from syncline.collectives.compressed.requests import AllGatherRequest, AllToAllRequest, Reduction
 from syncline.errors import DivergedError, ProtocolError
 
 __all__ = [
@@ -75,13 +75,13 @@ def gather(
     extras: Tensor
     if codec.traits.fixed_length:
         message[whole - extra.numel() :] = extra
-        rows = yield Gather(message)
+        rows = yield AllGatherRequest(message)
         unpack_all(codec, rows[:, :longest], [part.flat for part in parts], rng.step, scale)
         extras = rows[:, whole - extra.numel() :]
         return extras
     table, extras = yield from gather_numbers(torch.tensor([used]), extra, size)
     lengths = [_check_length(length, longest, rank) for rank, length in enumerate(table[:, 0].tolist())]
-    rows = yield Gather(message[: _aligned(max(lengths))])
+    rows = yield AllGatherRequest(message[: _aligned(max(lengths))])
     payloads = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     for rank, payload in enumerate(payloads):
         unpack(codec, payload, [part.flat for part in parts], rank > 0, f" from rank {rank}", rng.step)
@@ -112,12 +112,12 @@ def split(
     extras: Tensor
     if codec.traits.fixed_length:
         rows[:, whole - extra.numel() :] = extra
-        received = yield Scatter(rows)
+        received = yield AllToAllRequest(rows)
         extras, mine = received[:, whole - extra.numel() :], [lengths[rank]] * size
     else:
         table, extras = yield from gather_numbers(torch.tensor(used), extra, size)
         announced = [[_check_length(n, longest, source) for n in row] for source, row in enumerate(table.tolist())]
-        received = yield Scatter(rows[:, : _aligned(max(map(max, announced)))].contiguous())
+        received = yield AllToAllRequest(rows[:, : _aligned(max(map(max, announced)))].contiguous())
         mine = [row[rank] for row in announced]
     for source, (row, length) in enumerate(zip(received, mine, strict=True)):
         outs = [piece.flat for piece in pieces[rank]]
@@ -161,7 +161,7 @@ def broadcast_sums(
         lengths = [_check_length(length, longest, owner) for owner, (length, longest) in enumerate(announced)]
     end = _aligned(max(lengths) + 1)
     message[end - 1] = status
-    rows = yield Gather(message[:end])
+    rows = yield AllGatherRequest(message[:end])
     overflowed = [owner for owner, status in enumerate(rows[:, -1].tolist()) if status != STATUS_OK]
     if overflowed:
         raise DivergedError(
@@ -177,7 +177,7 @@ def broadcast_sums(
 def gather_numbers(numbers: Tensor, extra: Tensor, size: int) -> Reduction[tuple[Tensor, Tensor]]:
     """Gather some int64 and the `extra` of every rank: int64[p, m] on the CPU, and bytes[p, n]."""
     head = numbers.view(torch.uint8).to(extra.device)
-    rows = yield Gather(torch.cat([head, extra]))
+    rows = yield AllGatherRequest(torch.cat([head, extra]))
     assert len(rows) == size, f"{len(rows)} rows for {size} ranks"
     return rows[:, : head.numel()].cpu().reshape(-1).view(torch.int64).view(size, -1), rows[:, head.numel() :]
 

@@ -3,11 +3,11 @@
 A reduction is a generator. It yields a request, receives the answer, and returns its result at the end. All ranks
 yield requests of the same kinds in the same order::
 
-    request                      on rank r                              answer
-    Sum(tensor)                  is summed in place                     None
-    Gather(data)                 n bytes, as many on every rank         [p, n]: row i is rank i's
-    Scatter(data)                [p, n]: row j goes to rank j           [p, n]: row i came from rank i
-    Swap(peer, data, max_bytes)  data goes to the peer                  at most `max_bytes` bytes from the peer
+    request                                 on rank r                        answer
+    AllReduceRequest(tensor)                is summed in place               None
+    AllGatherRequest(data)                  n bytes, as many on every rank   [p, n]: row i is rank i's
+    AllToAllRequest(data)                   [p, n]: row j goes to rank j     [p, n]: row i came from rank i
+    SendRecvRequest(peer, data, max_bytes)  data goes to the peer            at most `max_bytes` bytes from the peer
 
 The generators are pure, so tests and cost models can run them without a network.
 """
@@ -24,37 +24,47 @@ from torch import Tensor
 from syncline.collectives.base import Operation
 from syncline.collectives.channel import Channel, move_pieces
 
-__all__ = ["IDLE", "Gather", "LaunchedRequest", "Reduction", "Request", "RequestExecutor", "Scatter", "Sum", "Swap"]
+__all__ = [
+    "IDLE",
+    "AllGatherRequest",
+    "AllReduceRequest",
+    "AllToAllRequest",
+    "LaunchedRequest",
+    "Reduction",
+    "Request",
+    "RequestExecutor",
+    "SendRecvRequest",
+]
 
 R = TypeVar("R")
 
-SWAP_TAG = 7
+SEND_RECV_TAG = 7
 """The tag of messages between two ranks on the run's channel."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
+class AllReduceRequest:
     """Sum a tensor over the ranks, in place. Answer: None."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Gather:
+class AllGatherRequest:
     """Send a row of bytes to all ranks, the same length everywhere. Answer: all rows, as bytes[p, n]."""
 
     data: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Scatter:
+class AllToAllRequest:
     """Send one row to each rank: bytes[p, n], the same n everywhere. Answer: the rows received, as bytes[p, n]."""
 
     data: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Swap:
+class SendRecvRequest:
     """Exchange bytes with one peer; the two lengths may differ. Answer: the peer's bytes, at most `max_bytes`.
 
     Without data only the peer sends. With `max_bytes` 0 only this rank sends, and the answer is empty. Without a peer
@@ -66,10 +76,10 @@ class Swap:
     max_bytes: int
 
 
-IDLE = Swap(None, None, 0)
+IDLE = SendRecvRequest(None, None, 0)
 """A round in which this rank does nothing."""
 
-Request: TypeAlias = Sum | Gather | Scatter | Swap
+Request: TypeAlias = AllReduceRequest | AllGatherRequest | AllToAllRequest | SendRecvRequest
 Reduction: TypeAlias = Generator[Request | tuple[Request, ...], Any, R]
 
 
@@ -113,16 +123,16 @@ class RequestExecutor:
 
     def launch(self, request: Request, what: str, in_comm_task: bool) -> LaunchedRequest:
         """Begin a request. `in_comm_task`: the caller is the comm task, so that schedules run at once."""
-        if isinstance(request, Gather):
-            return self._gather(request.data, what, in_comm_task)
-        if isinstance(request, Sum):
+        if isinstance(request, AllGatherRequest):
+            return self._all_gather(request.data, what, in_comm_task)
+        if isinstance(request, AllReduceRequest):
             tensor = request.tensor
             return LaunchedRequest(self._start_sum(tensor, what, in_comm_task).wait, tensor.nbytes)
-        if isinstance(request, Scatter):
-            return self._scatter(request.data, what, in_comm_task)
-        return self._swap(request, what, in_comm_task)
+        if isinstance(request, AllToAllRequest):
+            return self._all_to_all(request.data, what, in_comm_task)
+        return self._send_recv(request, what, in_comm_task)
 
-    def _gather(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
+    def _all_gather(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
         nbytes = data.numel()
         out = torch.empty(self._size, nbytes, dtype=torch.uint8, device=data.device)
         if self._native is not None and nbytes:
@@ -130,7 +140,7 @@ class RequestExecutor:
         out[self._rank] = data
         return LaunchedRequest(self._move("allgather", dict(enumerate(out)), out, what, in_comm_task), nbytes)
 
-    def _scatter(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
+    def _all_to_all(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
         size, rank, each, out = self._size, self._rank, data.shape[1], torch.empty_like(data)
         if self._native is not None and each:
             handle = self._native.alltoall(out.view(-1), data.view(-1), [each] * size, [each] * size)
@@ -140,7 +150,7 @@ class RequestExecutor:
         pieces |= {source * size + rank: out[source] for source in range(size) if source != rank}
         return LaunchedRequest(self._move("alltoall", pieces, out, what, in_comm_task), each * (size - 1))
 
-    def _swap(self, request: Swap, what: str, in_comm_task: bool) -> LaunchedRequest:
+    def _send_recv(self, request: SendRecvRequest, what: str, in_comm_task: bool) -> LaunchedRequest:
         transport, data, peer = self._channel.transport, request.data, request.peer
 
         def work() -> Tensor:
@@ -148,8 +158,8 @@ class RequestExecutor:
             into = torch.empty(request.max_bytes, dtype=torch.uint8, device=device)
             if peer is None:
                 return into[:0]
-            receipt = transport.recv(into, peer, SWAP_TAG) if request.max_bytes else None
-            sending = transport.send(data, peer, SWAP_TAG) if data is not None else None
+            receipt = transport.recv(into, peer, SEND_RECV_TAG) if request.max_bytes else None
+            sending = transport.send(data, peer, SEND_RECV_TAG) if data is not None else None
             if receipt is not None:
                 receipt.wait()  # first: where a length precedes the bytes, both ranks must be receiving
             if sending is not None:

@@ -1,6 +1,6 @@
 """SparCML's sparse all-reduce: three algorithms that sum selected elements, as generators of requests.
 
-`sparse_doubling`: partners at distance 1, 2, 4, … swap all they have and merge it. Ranks beyond a power of two fold
+`sparse_doubling`: partners at distance 1, 2, 4, … exchange all they have and merge it. Ranks beyond a power of two fold
 into a partner first. A rank's own selection is sent as the codec's payload, which both ends decode; sums as float32::
 
     rank    0     1     2     3     4          5 ranks, ⇄ both send
@@ -12,7 +12,7 @@ into a partner first. A rank's own selection is sent as the codec's payload, whi
 `sparse_split`: each rank owns 1/p of the elements, receives what all selected of them, sums it in rank order, and
 sends the sum to all. `sparse_split_dense`: the same, but sums are dense, and encoded if a codec is given::
 
-    counts ──► Gather ──► streams cut at the shards ──► Scatter ──► owner sums ──► Gather, sparse or dense
+    counts ──► all-gather ──► streams cut at the shards ──► all-to-all ──► owner sums ──► all-gather, sparse or dense
 
 A sum is sparse until it has more than δ = N·v/(i + v) of its N elements; then it becomes dense. Ranks that hold the
 same sum decide alike. Each message has a trailer that names its kind::
@@ -60,7 +60,7 @@ from syncline.collectives.compressed.gather_split import (
     shard_edges,
     shards,
 )
-from syncline.collectives.compressed.requests import IDLE, Gather, Reduction, Scatter, Swap
+from syncline.collectives.compressed.requests import IDLE, AllGatherRequest, AllToAllRequest, Reduction, SendRecvRequest
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError
 
 __all__ = [
@@ -218,11 +218,15 @@ def sparse_doubling(
     total: PartialSum = selection.stream
     merged = False
     if size > power and rank < size - power:
-        received = yield Swap(partner, None, selection.max_message(1, extra.numel()))
+        received = yield SendRecvRequest(partner, None, selection.max_message(1, extra.numel()))
         other_sum, control[[partner]] = selection.parse_message(received, [partner], extra.numel(), partner)
         total, merged = _add(total, other_sum), True
     elif size > power:
-        yield Swap(partner, _message(selection.payload, control[[rank]], ENCODED), 0) if rank >= power else IDLE
+        yield (
+            SendRecvRequest(partner, _message(selection.payload, control[[rank]], ENCODED), 0)
+            if rank >= power
+            else IDLE
+        )
     for distance in (1 << level for level in range(power.bit_length() - 1)):
         if rank >= power:
             yield IDLE
@@ -230,13 +234,13 @@ def sparse_doubling(
         peer = rank ^ distance
         mine, others = _ranks_in_sum(rank, distance, power, size), _ranks_in_sum(peer, distance, power, size)
         data = _message(total, control[mine]) if merged else _message(selection.payload, control[mine], ENCODED)
-        received = yield Swap(peer, data, selection.max_message(len(others), len(others) * extra.numel()))
+        received = yield SendRecvRequest(peer, data, selection.max_message(len(others), len(others) * extra.numel()))
         other_sum, control[others] = selection.parse_message(received, others, extra.numel(), peer)
         total, merged = _add(total, other_sum), True
     if size > power and rank < size - power:
-        yield Swap(partner, _message(total, control), 0)
+        yield SendRecvRequest(partner, _message(total, control), 0)
     elif size > power and rank >= power:
-        received = yield Swap(partner, None, selection.max_message(size, control.numel()))
+        received = yield SendRecvRequest(partner, None, selection.max_message(size, control.numel()))
         total, control = selection.parse_message(received, everyone, extra.numel(), partner)
     elif size > power:
         yield IDLE
@@ -269,7 +273,7 @@ def sparse_split(
                 f"rank {wrong[0]} announces {announced[wrong[0]]} B; at most {room} B are valid", peer=wrong[0]
             )
         room = max(announced)
-    rows = yield Gather(_padded(data, room))
+    rows = yield AllGatherRequest(_padded(data, room))
     sums = [_parse_message(row, sizes[owner], None, owner) for owner, row in enumerate(rows)]
     for total, shard in zip(sums, pieces, strict=True):
         _place(total, shard)
@@ -377,7 +381,9 @@ def _to_owners(
         if any(not 0 <= count <= numel for count, numel in zip(row, sizes, strict=True)):
             raise ProtocolError(f"rank {source} announces {row} elements in shards of {list(sizes)}", peer=source)
     room = _max_shard_message(sizes, counts.amax(0))
-    received = yield Scatter(torch.stack([_padded(_message(_compact(piece), extra[:0]), room) for piece in cut]))
+    received = yield AllToAllRequest(
+        torch.stack([_padded(_message(_compact(piece), extra[:0]), room) for piece in cut])
+    )
     total = _parse_message(received[0], sizes[rank], None, 0)
     for source in range(1, size):
         total = _add(total, _parse_message(received[source], sizes[rank], None, source))
@@ -385,7 +391,7 @@ def _to_owners(
 
 
 def _ranks_in_sum(rank: int, distance: int, power: int, size: int) -> list[int]:
-    """The ranks whose sum a rank holds before it swaps at a distance."""
+    """The ranks whose sum a rank holds before its exchange at a distance."""
     core = range(rank // distance * distance, (rank // distance + 1) * distance)
     return [*core, *(member + power for member in core if member + power < size)]
 

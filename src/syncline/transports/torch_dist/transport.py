@@ -1,11 +1,14 @@
-"""Point-to-point messages over a process group.
+"""The transport on torch.distributed: messages, native collectives, `connect`.
 
 gloo's own messages have no length: a long one aborts the receiver's process, and a short one is not noticed. So a
-message is sent as a header and a body, unless both sides know the length (`exact`)::
+message is sent as a header and a body, unless both sides know the length (`exact`). The tag that gloo sees is
+kind · MAX_TAG + tag or number::
 
-    tag space   exact   ┌ 0 │ tag    ┐      the body alone
-                header  ┌ 1 │ tag    ┐      36 bytes: sender, tag, length, number
-                body    ┌ 2 │ number ┐      paired with its header by the number
+    kind         tag or number
+    EXACT   0    tag            the body alone
+    HEADER  1    tag            36 bytes: sender, tag, length, number
+    BODY    2    number         paired with its header by the number
+    ABORT   3    0              a receive that times out at once, to break all waits
 
 A rank cannot send to itself through gloo; such messages go through a mailbox. A tag with a receive from *any* rank is
 read into the same mailbox, by one task per peer: a message to oneself wakes that receive too. Unlike gloo's own receive
@@ -59,7 +62,7 @@ from syncline.transports.messages import (
 )
 from syncline.transports.torch_dist.process_groups import ProcessGroupFactory
 
-__all__ = ["NativeTorch", "TorchTransport", "WorkHandle", "connect"]
+__all__ = ["TorchCollectives", "TorchTransport", "WorkHandle", "connect"]
 
 logger = logging.getLogger("syncline")
 
@@ -96,7 +99,7 @@ class WorkHandle:
     def __del__(self) -> None:
         if self._keep_alive and not self._done:
             self._keep_alive = False
-            self._transport.dropped.append(self)  # the engine cancels an operation without a reference
+            self._transport.detached_sends.append(self)  # the engine cancels an operation without a reference
 
     def notify(self, fn: Callable[[], None]) -> None:
         """Let the engine's thread call `fn` when the operation has succeeded or failed."""
@@ -108,13 +111,13 @@ class WorkHandle:
         transport = self._transport
         timeout = transport.timeout if timeout is None else timeout
         start = transport.runtime.now()
-        idle = timeout == math.inf
-        over = transport.waiting(self._pending, self._peer, idle)
+        no_deadline = timeout == math.inf
+        end_wait = transport.waiting(self._pending, self._peer, no_deadline)
         try:
             try:
-                self.work.wait(FOREVER if idle else timedelta(seconds=timeout))
+                self.work.wait(FOREVER if no_deadline else timedelta(seconds=timeout))
             finally:
-                over()
+                end_wait()
         except RuntimeError as error:
             if self._lossy:
                 self._done = True
@@ -122,7 +125,7 @@ class WorkHandle:
             if transport.has_ended:
                 raise WorldError(f"this rank has closed the channel while it waited for {self._pending}") from error
             seconds = transport.runtime.now() - start
-            raise transport.failure(self._peer, self._pending, seconds, error, idle) from error
+            raise transport.failure(self._peer, self._pending, seconds, error, no_deadline) from error
         if self._copy_to is not None:
             self._copy_to.copy_(self._buffer)
         self._done = True
@@ -140,7 +143,7 @@ REDUCIBLE = frozenset(
 MAX_CACHED_DESCRIPTIONS = 1000
 
 
-class NativeTorch(NativeCollectives):
+class TorchCollectives(NativeCollectives):
     """all_reduce and the other collectives of one process group."""
 
     available = True
@@ -220,9 +223,10 @@ def _hint(error: str) -> str:
     )
 
 
-MAX_DROPPED_SENDS = 64
-MAX_DROPPED_BYTES = 64 << 20
-"""Sends without a handle that may be on the way, in number and in bytes. The next send waits for the oldest."""
+MAX_DETACHED_SENDS = 64
+"""Limit of unfinished sends whose handle the caller has discarded. Above it, the next send waits for the oldest."""
+MAX_DETACHED_BYTES = 64 << 20
+"""The same limit in bytes."""
 READER_JOIN_TIMEOUT_S = 5.0
 
 EXACT, HEADER, BODY, ABORT = 0 * MAX_TAG, 1 * MAX_TAG, 2 * MAX_TAG, 3 * MAX_TAG
@@ -234,26 +238,26 @@ class TorchTransport(Transport):
     name = "torch.distributed"
 
     def __init__(
-        self, engine: ProcessGroupFactory, members: tuple[int, ...], global_rank: int, channel: str = "0"
+        self, factory: ProcessGroupFactory, members: tuple[int, ...], global_rank: int, channel: str = "0"
     ) -> None:
-        super().__init__(members.index(global_rank), len(members), engine.liveness.runtime, engine.timeout, members)
-        self.engine = engine
-        self.liveness = engine.liveness
+        super().__init__(members.index(global_rank), len(members), factory.liveness.runtime, factory.timeout, members)
+        self.factory = factory
+        self.liveness = factory.liveness
         self.channel = channel
         pending = f"ranks {list(members)} to make a channel"
         self.monitor = LivenessMonitor(self.liveness, channel)
         self.monitor.enter(pending)
-        over = self.liveness.waiting(pending, channel, members)
+        end_wait = self.liveness.waiting(pending, channel, members)
         try:
-            engine.await_members(channel, members, global_rank)
-            self.groups = engine.groups(channel, self.rank, self.size)
+            factory.await_members(channel, members, global_rank)
+            self.groups = factory.groups(channel, self.rank, self.size)
         except WorldError:
             raise
         except (RuntimeError, ValueError) as error:
             raise self.failure(None, pending, 0.0, error) from error
         finally:
-            over()
-        self.native = NativeTorch(self)
+            end_wait()
+        self.native = TorchCollectives(self)
         self._numbers = count()
         self._splits = count(1)
         self._mailbox = Mailbox(self.runtime)
@@ -263,10 +267,10 @@ class TorchTransport(Transport):
         self._refusals = WarningLog(logger, self.runtime.now)
         self._closed = False
         self._aborted = False
-        self._idle = 0
+        self._unbounded_waits = 0
         """The number of waits without a deadline. Closing has to break them."""
-        self.dropped: deque[WorkHandle] = deque()
-        """Sends whose handles were dropped. The engine would cancel them with the handle."""
+        self.detached_sends: deque[WorkHandle] = deque()
+        """Unfinished sends whose handle the caller has discarded. gloo would cancel them with the handle."""
 
     # Sending.
 
@@ -285,11 +289,11 @@ class TorchTransport(Transport):
     def post_send(self, data: Tensor, to: int, engine_tag: int, lossy: bool = False) -> Handle:
         """Give bytes to the engine. The loss of a lossy message is ignored."""
         pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
-        large = data.numel() > MAX_DROPPED_BYTES // MAX_DROPPED_SENDS  # a few small ones cannot exceed the limit
-        while len(self.dropped) > MAX_DROPPED_SENDS or (
-            large and sum(handle.nbytes for handle in self.dropped) > MAX_DROPPED_BYTES
+        large = data.numel() > MAX_DETACHED_BYTES // MAX_DETACHED_SENDS  # a few small ones cannot exceed the limit
+        while len(self.detached_sends) > MAX_DETACHED_SENDS or (
+            large and sum(handle.nbytes for handle in self.detached_sends) > MAX_DETACHED_BYTES
         ):
-            self.dropped.popleft().wait()  # usually done long ago: the engine reports it only to a wait
+            self.detached_sends.popleft().wait()  # Usually finished; gloo reports completion only to wait().
         try:
             work = self.groups.cpu.send([data], to, engine_tag)
         except RuntimeError as error:
@@ -329,7 +333,7 @@ class TorchTransport(Transport):
         with self._lock:
             if tag not in self._readers:
                 self._readers[tag] = {
-                    peer: self.runtime.spawn(self._read_loop, tag, peer, name=f"anyone-{tag}-{peer}")
+                    peer: self.runtime.spawn(self._read_loop, tag, peer, name=f"any-source-{tag}-{peer}")
                     for peer in range(self.size)
                     if peer != self.rank
                 }
@@ -338,12 +342,12 @@ class TorchTransport(Transport):
         """Read the messages from `peer` with `tag` into the mailbox, until the channel closes or the peer is lost."""
         while not self._closed:
             try:
-                header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                handle = self.post_recv(header, peer, HEADER + tag)
+                header_bytes = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                handle = self.post_recv(header_bytes, peer, HEADER + tag)
                 handle.work.wait(FOREVER)  # no message may come, and a timeout would break all connections
-                found = MessageHeader.read(header.numpy().tobytes(), peer=peer)
-                self._mailbox.wait_for_room(found.length, peer, tag)  # meanwhile the sender waits
-                self._mailbox.deliver(self.read_body(header, peer, None), peer, tag)
+                header = MessageHeader.read(header_bytes.numpy().tobytes(), peer=peer)
+                self._mailbox.wait_for_space(header.length, peer, tag)  # meanwhile the sender waits
+                self._mailbox.deliver(self.read_body(header_bytes, peer, None), peer, tag)
             except ProtocolError as error:
                 self._refusals.warn(f"rank {self.members[self.rank]}: {error}")  # there may be no waiting caller
                 self._break_receives(tag, peer, True, error)
@@ -356,35 +360,35 @@ class TorchTransport(Transport):
         """End the receives that wait for a lost peer, and those from any rank if all peers are lost."""
         self._ended_peers.add((tag, peer))
         alone = all((tag, other) in self._ended_peers for other in self._readers.get(tag, {}))
-        if self._mailbox.has_receive(lambda posted: _concerns(posted, tag, peer, alone)):
+        if self._mailbox.has_receive(lambda posted: _waits_for(posted, tag, peer, alone)):
             pending = f"a message from {'anyone' if alone else f'rank {self.members[peer]}'} (tag {tag})"
             cause = cause or ConnectionError("the connection is closed")
             self._break_receives(tag, peer, alone, self.failure(peer, pending, 0.0, cause))
 
-    def _break_receives(self, tag: int, peer: int, anyone: bool, error: Exception) -> None:
-        self._mailbox.fail(lambda posted: error if _concerns(posted, tag, peer, anyone) else None)
+    def _break_receives(self, tag: int, peer: int, any_source: bool, error: Exception) -> None:
+        self._mailbox.fail(lambda posted: error if _waits_for(posted, tag, peer, any_source) else None)
 
-    def read_body(self, header: Tensor, source: int, room: Tensor | None, timeout: float | None = None) -> Tensor:
-        """Receive the body of a header, into `room` if it fits.
+    def read_body(self, header_bytes: Tensor, source: int, out: Tensor | None, timeout: float | None = None) -> Tensor:
+        """Receive the body of a header, into `out` if it fits.
 
         A body that is too long is received, so that its sender does not hang, and then refused. A body longer than
         `MAX_UNRECEIVED_BYTES` is refused at once.
         """
-        found = MessageHeader.read(header.numpy().tobytes(), peer=source)
-        limit = found.length if room is None else room.numel()  # the reader has waited for the room
+        header = MessageHeader.read(header_bytes.numpy().tobytes(), peer=source)
+        limit = header.length if out is None else out.numel()  # the reader has waited for the space
         refusal = ProtocolError(
-            f"rank {source} sent {format_bytes(found.length)} (tag {found.tag}) where at most "
+            f"rank {source} sent {format_bytes(header.length)} (tag {header.tag}) where at most "
             f"{format_bytes(limit)} were expected",
             peer=source,
         )
-        if found.length > max(limit, MAX_UNRECEIVED_BYTES):
+        if header.length > max(limit, MAX_UNRECEIVED_BYTES):
             raise refusal
-        fits = room is not None and found.length <= limit
-        data = room[: found.length] if room is not None and fits else torch.empty(found.length, dtype=torch.uint8)
-        if found.length:
-            pending = describe_recv(self, source, found.tag, found.length)
-            self.post_recv(data, source, BODY + found.number, pending).wait(timeout)
-        if found.length > limit:
+        fits = out is not None and header.length <= limit
+        data = out[: header.length] if out is not None and fits else torch.empty(header.length, dtype=torch.uint8)
+        if header.length:
+            pending = describe_recv(self, source, header.tag, header.length)
+            self.post_recv(data, source, BODY + header.number, pending).wait(timeout)
+        if header.length > limit:
             raise refusal
         return data
 
@@ -397,25 +401,25 @@ class TorchTransport(Transport):
         chosen = tuple(self.members[rank] for rank in members)
         # The ranks are part of the name: two halves that split at the same time must not share a channel.
         name = f"{self.channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
-        return TorchTransport(self.engine, chosen, self.members[self.rank], name)
+        return TorchTransport(self.factory, chosen, self.members[self.rank], name)
 
     @property
     def has_ended(self) -> bool:
         """Whether this rank has closed or aborted the channel."""
         return self._closed or self._aborted
 
-    def waiting(self, pending: str, peer: int | None, idle: bool) -> Callable[[], object]:
-        """Record that this rank waits, unless the wait is idle. Call the returned function at its end."""
-        if not idle:
+    def waiting(self, pending: str, peer: int | None, no_deadline: bool) -> Callable[[], object]:
+        """Record that this rank waits, unless the wait has no deadline. Call the returned function at its end."""
+        if not no_deadline:
             whom = None if peer is None else self.members[peer]
             return self.liveness.waiting(pending, self.channel, self.members, whom, self._break_waits)
         with self._lock:
-            self._idle += 1
-        return self._no_longer_idle
+            self._unbounded_waits += 1
+        return self._end_unbounded_wait
 
-    def _no_longer_idle(self) -> None:
+    def _end_unbounded_wait(self) -> None:
         with self._lock:
-            self._idle -= 1
+            self._unbounded_waits -= 1
 
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
@@ -424,7 +428,7 @@ class TorchTransport(Transport):
         return super().gone_reason(rank) or (LEFT_WORLD if self.liveness.has_left(self.members[rank]) else "")
 
     def failure(
-        self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, idle: bool = False
+        self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, no_deadline: bool = False
     ) -> Exception:
         text = str(cause).lower()
         timed_out = "timed out" in text or "timeout" in text
@@ -433,7 +437,7 @@ class TorchTransport(Transport):
             self.members,
             None if peer is None else self.members[peer],
             broken=cause is not None and not timed_out,
-            idle=idle,
+            no_deadline=no_deadline,
         )
         if loss.mismatch:
             return IncompatibleError(f"rank {self.members[self.rank]} waited for {pending}: {loss.reason}")
@@ -449,7 +453,7 @@ class TorchTransport(Transport):
         self._break_waits()
 
     def _break_waits(self) -> None:
-        # The end of a peer breaks only its own connection. Only a timeout breaks all of them.
+        # gloo cannot cancel a wait, but a receive that times out breaks all connections of the group.
         for peer in range(self.size):
             if peer != self.rank and self.groups.cpu is not None:
                 with suppress(RuntimeError):
@@ -462,17 +466,17 @@ class TorchTransport(Transport):
             return
         self._closed = True
         self._mailbox.close(channel_closed)
-        if self._readers or self._idle:
+        if self._readers or self._unbounded_waits:
             self.abort()
             for readers in self._readers.values():
                 for task in readers.values():
                     task.join(READER_JOIN_TIMEOUT_S)
-        self.liveness.pending.pop(self.channel, None)
+        self.liveness.undelivered.pop(self.channel, None)
         if self.channel == "0":
             self.liveness.leave()  # first: closing breaks the others' waits, and they search for the lost rank
-        self.engine.release(self.groups)
+        self.factory.release(self.groups)
         if self.channel == "0":
-            self.engine.close()
+            self.factory.close()
 
 
 class _FramedSend:
@@ -506,53 +510,53 @@ class _FramedRecv:
             return
         self._handle.wait(timeout)
         self._done = True
-        left = None if timeout == math.inf else timeout  # a body follows its header at once
-        self.nbytes = self._transport.read_body(self._header, self.source, self._data, left).numel()
+        body_timeout = None if timeout == math.inf else timeout  # a body follows its header at once
+        self.nbytes = self._transport.read_body(self._header, self.source, self._data, body_timeout).numel()
 
 
-def _concerns(posted: PostedReceive, tag: int, peer: int, anyone: bool) -> bool:
-    """Whether a receive waits for this peer, or for any rank if `anyone` is set."""
-    return posted.tag == tag and (posted.wanted == peer or (anyone and posted.wanted is None))
+def _waits_for(posted: PostedReceive, tag: int, peer: int, any_source: bool) -> bool:
+    """Whether a receive waits for this peer, or for any rank if `any_source` is set."""
+    return posted.tag == tag and (posted.wanted == peer or (any_source and posted.wanted is None))
 
 
 def connect(environment: Environment, timeout: float) -> TorchTransport:
     """Join the world that the launcher describes. Every rank calls it; it returns when all have joined."""
-    place = find_rendezvous(environment)
-    store = open_store(environment, place, timeout)
+    rendezvous = find_rendezvous(environment)
+    store = open_store(environment, rendezvous, timeout)
     name = next_world_name(store, environment.rank)
     prefix = PrefixStore(name, store)
     prefix.set(f"here/{environment.rank}", "1")
     runtime = RealRuntime()
-    watch = open_bounded_store(place, store, runtime, timeout)
+    bounded_store = open_bounded_store(rendezvous, store, runtime, timeout)
     liveness = Liveness(
-        watch.prefixed(name),
-        watch,
+        bounded_store.prefixed(name),
+        bounded_store,
         rank=environment.rank,
         size=environment.size,
         runtime=runtime,
-        host_rank=None if place.hosted else 0,
+        host_rank=None if rendezvous.hosted else 0,
         program=program_name(),
     )
-    address = listening_address(place.address, environment.on_one_host)
-    engine = ProcessGroupFactory(prefix, liveness, timeout, address, watch.close)
+    address = listening_address(rendezvous.address, environment.on_one_host)
+    factory = ProcessGroupFactory(prefix, liveness, timeout, address, bounded_store.close)
     try:
-        return TorchTransport(engine, tuple(range(environment.size)), environment.rank)
+        return TorchTransport(factory, tuple(range(environment.size)), environment.rank)
     except WorldError:
-        engine.close()
+        factory.close()
         raise
     except PeerLostError as error:
         ended = liveness.dead.get(-1 if error.peer is None else error.peer)
-        engine.close()
+        factory.close()
         if ended is not None:
             raise WorldError(
                 f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: rank {error.peer} "
                 f"has ended before all had joined: {ended}"
             ) from error
-        raise WorldError(_describe_missing(prefix, environment, place, timeout, error)) from error
+        raise WorldError(_describe_missing(prefix, environment, rendezvous, timeout, error)) from error
 
 
 def _describe_missing(
-    store: Store, environment: Environment, place: Rendezvous, timeout: float, error: Exception
+    store: Store, environment: Environment, rendezvous: Rendezvous, timeout: float, error: Exception
 ) -> str:
     try:
         missing = [rank for rank in range(environment.size) if not store.check([f"here/{rank}"])]
@@ -560,8 +564,8 @@ def _describe_missing(
         missing = []
     who = first_line(error)
     if missing:
-        who = f"ranks {missing} did not come (if a wrapper script starts them, set MASTER_ADDR and MASTER_PORT)"
+        who = f"ranks {missing} did not join (if a wrapper script starts them, set MASTER_ADDR and MASTER_PORT)"
     return (
         f"rank {environment.rank} of {environment.size} ({environment.source}) could not join at "
-        f"{place.address}:{place.port} within {timeout:.3g} s: {who}"
+        f"{rendezvous.address}:{rendezvous.port} within {timeout:.3g} s: {who}"
     )

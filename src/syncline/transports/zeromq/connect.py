@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.environment import Environment, Rendezvous
-from syncline.environment.heartbeats import lost_after
+from syncline.environment.lost_after import lost_after
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
 from syncline.transports.key_value_store import (
@@ -151,7 +151,7 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
             refused = f"; {node.membership.refused} entries were refused: is {KEY_VARIABLE} the same everywhere?"
             raise WorldError(
                 f"rank {environment.rank} of {environment.size} ({environment.source}) waited {timeout:.3g} s at "
-                f"{place.address}:{place.port}: ranks {missing} did not come"
+                f"{place.address}:{place.port}: ranks {missing} did not join"
                 f"{refused if node.membership.refused else ''}"
             )
         if not node.membership.reachable:

@@ -24,7 +24,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from syncline.environment.base import check_versions
-from syncline.environment.heartbeats import DEAD
+from syncline.environment.lost_after import DEAD
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
 from syncline.transports.key_value_store import KeyValueStore, StoreSilentError, death_reason, first_line

@@ -154,7 +154,7 @@ class ZmqTransport(Transport):
         return self.node.gone(self.rank_of(rank))
 
     def wait(self, operation: Waitable, timeout: float, pending: Callable[[], str], peer: int | None) -> bool:
-        """Wait for an operation, and record which rank this one waits for, unless the wait is idle."""
+        """Wait for an operation, and record which rank this one waits for, unless the wait has no deadline."""
         if operation.done:
             return True
         if timeout == math.inf:
@@ -229,7 +229,7 @@ class ZmqTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self.node.liveness.pending.pop(self._channel, None)
+        self.node.liveness.undelivered.pop(self._channel, None)
         if self._root:
             self.node.close(min(self.timeout, MAX_CLOSE_WAIT_S))
         else:

@@ -1,4 +1,7 @@
-"""Keys of the store under which launcher and ranks write heartbeats, and the time after which a process is lost."""
+"""The time after which a process counts as lost, and the keys of the store for heartbeats.
+
+`transports/liveness.py` sends the heartbeats of the ranks.
+"""
 
 from __future__ import annotations
 

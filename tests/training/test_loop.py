@@ -349,3 +349,17 @@ def test_a_nan_loss_ends_the_run() -> None:
         run(Broken(), 1, Settings(epochs=2))
     (outcome,) = run(Broken(), 1, Settings(epochs=2, check_finite=False))
     assert outcome.epochs == 2
+
+
+def test_a_run_that_diverges_at_once_has_a_log(tmp_path: Path) -> None:
+    """Also after the steps that compile the kernels of a codec, which have no log."""
+
+    class Broken(Tiny):
+        def loss(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return super().loss(model, batch) * math.nan
+
+    settings = Settings(epochs=1, codec="quantize(4)")
+    with sl.init() as world, pytest.raises(DivergedError):
+        train(Broken(), settings, world=world, folder=tmp_path, rehearsed=True)
+    stop = [line for line in read_log(tmp_path) if line["key"] == "run_stop"]
+    assert stop[0]["metadata"]["status"] == "aborted"

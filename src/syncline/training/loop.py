@@ -22,7 +22,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -500,7 +500,9 @@ def _compile_codec(workload: Workload, settings: Settings, strategy: Strategy | 
     The first use of a codec on a machine compiles for about ten seconds, in the code that a step runs. Random numbers
     are drawn: seed afterwards.
     """
-    run, _ = _distributed(workload, settings, strategy, world)
+    # A loss that is not finite is reported by the training, which has a log.
+    plain = replace(settings, check_finite=False, diagnose=0)
+    run, _ = _distributed(workload, plain, strategy, world)
     with run:
         batch = next(batches(workload.splits().train, settings.batch or 1))
         for _ in range(WARM_UP_STEPS):

@@ -236,11 +236,11 @@ def sample_tensors(dataset: object) -> list[Tensor]:
 
 def _digest(splits: Splits) -> str | None:
     """The SHA-256 of all samples; None if a split does not store them in tensors."""
+    samples = [sample_tensors(split) for split in vars(splits).values()]
+    if not all(samples):
+        return None
     total = hashlib.sha256()
-    for split in vars(splits).values():
-        tensors = sample_tensors(split)
-        if not tensors:
-            return None
+    for tensors in samples:
         for tensor in tensors:
             # As bytes, because NumPy does not have every dtype of torch.
             total.update(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))

@@ -176,10 +176,11 @@ class NesterovLookahead:
 
     def after_step(self, pull: Sequence[Tensor] | None) -> None:
         """Call after the optimizer's step: update x, subtract `pull`, and move the parameters to x + δ v again."""
-        weights = self._weights()
         if not self._momentum:
-            subtract(weights, pull)
+            if pull is not None:
+                subtract(self._weights(), pull)
             return
+        weights = self._weights()
         velocity = [weight - before for weight, before in zip(weights, self.own, strict=True)]
         self.reset()
         subtract(self.own, pull)

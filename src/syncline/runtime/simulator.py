@@ -91,20 +91,13 @@ def one_torch_thread() -> Iterator[None]:
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Collect garbage less often: a simulation makes millions of small objects without cycles.
-
-    Objects that exist already, most of them torch's, are not examined.
-    """
-    thresholds, freezes = gc.get_threshold(), gc.get_freeze_count() == 0
+    """Collect garbage less often: a simulation makes millions of small objects without cycles."""
+    thresholds = gc.get_threshold()
     gc.set_threshold(100 * max(700, thresholds[0]), *thresholds[1:])
-    if freezes:
-        gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if freezes:
-            gc.unfreeze()
 
 
 _variable: Any = Variable

@@ -33,15 +33,20 @@ class Recorded:
 
 
 class InlineGroup:
-    """Runs calls of the comm task at once."""
+    """Runs calls of the comm task at once, and counts them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
 
     def call(self, what: str, work: Callable[[], None], async_: bool) -> Any:
+        self.calls += 1
         work()
         return SimpleNamespace(wait=lambda: None)
 
 
-def queue(overlap: bool) -> ReductionQueue:
-    return ReductionQueue(cast("Communicator", SimpleNamespace(group=InlineGroup(), overlap_encoding=overlap)))
+def queue(overlap: bool, group: InlineGroup | None = None) -> ReductionQueue:
+    communicator = SimpleNamespace(group=group or InlineGroup(), overlap_encoding=overlap)
+    return ReductionQueue(cast("Communicator", communicator))
 
 
 def test_reductions_take_turns_until_all_are_done() -> None:
@@ -65,9 +70,11 @@ def test_the_comm_task_launches_before_it_finishes() -> None:
 
 
 def test_an_empty_queue_is_done() -> None:
-    pending = queue(overlap=True)
+    group = InlineGroup()
+    pending = queue(overlap=True, group=group)
     pending.close()
     pending.wait()
+    assert group.calls == 0, "the comm task has nothing to do"
 
 
 def test_a_plain_reduction_is_prepared_and_summed() -> None:

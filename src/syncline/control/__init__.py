@@ -1,0 +1,6 @@
+"""What all processes of a job see alike: an ordered log of joins and losses, and the team that they agree on."""
+
+from syncline.control.log import ControlLog, LogEntry
+from syncline.control.memory_store import MemoryStore
+
+__all__ = ["ControlLog", "LogEntry", "MemoryStore"]

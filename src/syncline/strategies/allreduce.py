@@ -105,7 +105,11 @@ class _AllReduceRun(StrategyRun):
             settings,
             ReductionPolicy(after_backward=self._after_backward),
             codec=codec,
-            attach_hooks=communicator.size > 1 or self._delay > 0 or settings.check_finite or codec is not None,
+            attach_hooks=communicator.size > 1
+            or communicator.world.elastic is not None
+            or self._delay > 0
+            or settings.check_finite
+            or codec is not None,
             find_unused_parameters=settings.find_unused_parameters,
             sparse=_sparse_names(model),
         )
@@ -140,6 +144,13 @@ class _AllReduceRun(StrategyRun):
         else:
             self._gradients.release(reduction)
         return anybody
+
+    @property
+    def elastic_refusal(self) -> str:
+        return "" if not self._delay else f"{self.strategy!r} has gradients in flight: leave the delay or --elastic out"
+
+    def use_team(self) -> None:
+        self._gradients.rebind()
 
     def detach(self) -> None:
         super().detach()

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Codec, check_no_gradient_options
 from syncline.data import MicroBatches, Sharded
-from syncline.errors import DivergedError, PeerLostError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.reduction import (
     BUCKET_BYTES,
     Communicator,
@@ -43,7 +43,7 @@ from syncline.strategies.control import ControlChannel
 from syncline.strategies.model_watch import ModelWatch
 from syncline.strategies.run import Readers, Run, Shard, Steps
 from syncline.strategies.uneven import UnevenData
-from syncline.world import allreduce, barrier
+from syncline.world import TeamChange, allreduce, barrier
 
 __all__ = [
     "FlatLayout",
@@ -80,6 +80,8 @@ class RunSettings:
     """Interval in steps at which the codec's error of each layer is written into the run log; 0: never."""
     more_optimizers: tuple[Optimizer, ...] = ()
     """The optimizers after the first, if a model has several."""
+    on_resize: Callable[[int, int], None] | None = None
+    """Called with the old and the new number of workers when the team of an elastic job changes."""
     find_unused_parameters: bool = False
     """True: a worker without a gradient that others have counts as zeros in the mean. False: that is refused."""
 
@@ -195,6 +197,9 @@ class StrategyRun(Run):
         self.synchronised = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         """The `id` of every parameter that the strategy synchronises."""
         self.readers = Readers(communicator.rank, communicator.size)
+        self.progress_at_batch: int | None = None
+        """`progress` when the current batch was read; None outside a loop over data."""
+        self.on_resize = settings.on_resize
         self.uneven = UnevenData(self)
         self.watch = ModelWatch(self, self._reload if self.copies_weights and communicator.size > 1 else None)
         self._closed = False
@@ -318,6 +323,16 @@ class StrategyRun(Run):
         Every worker calls it, after a checkpoint of another strategy or another state was loaded.
         """
 
+    # Contract: a team that changes.
+
+    @property
+    def elastic_refusal(self) -> str:
+        """Why the run cannot continue with another team of an elastic job; empty if it can."""
+        return f"{self.strategy!r} needs the same workers from its start to its end: leave --elastic out"
+
+    def use_team(self) -> None:
+        """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
+
     def resume_steps(self) -> None:
         """Set the strategy's step counters to `stats.steps`, which was loaded from another strategy's checkpoint."""
 
@@ -421,6 +436,8 @@ class StrategyRun(Run):
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
+        if self.world.elastic is not None and not self.world.elastic.joining:
+            barrier(self.communicator.group)  # no worker leaves while another may need the result of its last step
         self.release()
         self.communicator.close()
 
@@ -448,6 +465,58 @@ class StrategyRun(Run):
         """The old name of `control_channel`."""
         warnings.warn("run.board() is now called run.control_channel()", DeprecationWarning, stacklevel=2)
         return self.control_channel()
+
+    def team_changed(self, change: TeamChange) -> None:
+        """The world has another team. Its own lost workers and newcomers are in `change`."""
+        self.use_team()
+        elastic = self.world.elastic
+        if self.on_resize is not None and elastic is not None and not elastic.joining:
+            self.on_resize(change.old_size, change.size)
+
+    def apply_change_of_data(self, change: TeamChange) -> None:
+        """Read the data with the new number of workers from the next batch on.
+
+        The batches of lost workers are dealt again, unless the interrupted step has counted them.
+        """
+        untrained = not change.trained or self.progress == self.progress_at_batch
+        self.readers.regroup(change.rank, change.size, change.lost if untrained else ())
+
+    def newcomer_state(self) -> dict[str, Any]:
+        """The state of this worker that a newcomer starts from."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [each.state_dict() for each in self.optimizers],
+            "schedulers": [each.state_dict() for each in self.uneven.schedulers.find()],
+            "shared": {**self.state_dict()["shared"], "cursors": self.readers.next_state()},
+        }
+
+    def load_newcomer_state(self, state: Mapping[str, Any]) -> None:
+        """In a newcomer: start from the state of a member."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.uneven.schedulers.find(), state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self.load_state_dict({"shared": state["shared"], "local": None})
+
+    def between_steps(self) -> None:
+        """Called between two batches: the place at which newcomers can be admitted."""
+        elastic = self.world.elastic
+        if elastic is not None:
+            elastic.between_steps(self.world)
+
+    def start_in_team(self) -> None:
+        """Called when the run is complete: the team of an elastic job may have changed meanwhile."""
+        elastic = self.world.elastic
+        if elastic is None:
+            return
+        if not elastic.joining:
+            self.use_team()
+            self.readers.regroup(self.communicator.rank, self.communicator.size, ())
+        elif self.elastic_refusal:
+            raise IncompatibleError(f"this worker cannot join: {self.elastic_refusal}")
+        else:  # a newcomer takes over the state where the loop over the data begins
+            self.readers.before_first_batch = lambda: elastic.enter(self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""

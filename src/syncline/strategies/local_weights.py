@@ -55,7 +55,7 @@ class LocalWeightsRun(StrategyRun):
         """Rounds of all workers so far."""
         self.same_size = True
         """Whether the loaded checkpoint is of as many workers."""
-        self._alone = self.communicator.size == 1
+        self._alone = self.communicator.size == 1 and self.world.elastic is None
         self.hooks += [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
@@ -187,6 +187,13 @@ class AveragingRun(LocalWeightsRun):
         super().setup()
         self.deltas = DeltaReducer(self.model, self.communicator, self.settings)
 
+    @property
+    def elastic_refusal(self) -> str:
+        return ""
+
+    def use_team(self) -> None:
+        self.deltas.rebind()
+
     def detach(self) -> None:
         super().detach()
         self.deltas.close()
@@ -229,13 +236,13 @@ class DeltaReducer(RunReducer):
             communicator,
             settings,
             ReductionPolicy(subject="changes of the weights"),
-            codec=communicator.codec if communicator.size > 1 else None,
+            codec=communicator.codec if communicator.size > 1 or communicator.world.elastic is not None else None,
             attach_hooks=False,
         )
 
     def prepare(self) -> None:
         """Choose the algorithms now. It takes seconds, which the first round then does not need."""
-        if self.communicator.size > 1:
+        if self.communicator.size > 1 and self.elastic is None:
             self.lay_out()
 
     def finish(self, reduction: ReductionPass) -> tuple[list[Tensor], int]:

@@ -153,14 +153,22 @@ class Schedulers:
         """All of them, in the same order on every rank."""
         return [*self._named, *(each for each in (one() for one in self._attached) if each is not None)]
 
+    def find(self) -> list[Any]:
+        """All of them, also those that were attached to the optimizer since."""
+        self._find_attached()
+        return self.known
+
     def begin_epoch(self) -> None:
         """Before an epoch in which some ranks may miss steps: find schedulers that were not named."""
+        self._find_attached()
+        stepped = (each for each in self.known if isinstance(each, LRScheduler))
+        self._counts = [(each, _steps(each)) for each in stepped if not isinstance(each, ReduceLROnPlateau)]
+
+    def _find_attached(self) -> None:
         named = any(getattr(each, "optimizer", None) is self._optimizer for each in self._named)
         scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
         if scheduled and not named and not (self._attached and all(one() is not None for one in self._attached)):
             self._attached = [weakref.ref(each) for each in _find_schedulers(self._optimizer)]
-        stepped = (each for each in self.known if isinstance(each, LRScheduler))
-        self._counts = [(each, _steps(each)) for each in stepped if not isinstance(each, ReduceLROnPlateau)]
 
     def step_missed(self, taken: int, missed: int) -> None:
         """Catch up with ranks that took `missed` more steps, for schedulers that are stepped after every batch."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 from syncline.errors import warn_deprecated
+from syncline.world.elastic import RepeatedCall, TeamChange
 from syncline.world.functional import (
     allgather,
     allreduce,
@@ -22,7 +23,9 @@ from syncline.world.world import World, current_world, init
 __all__ = [
     "Group",
     "Pending",
+    "RepeatedCall",
     "Simulation",
+    "TeamChange",
     "World",
     "allgather",
     "allreduce",

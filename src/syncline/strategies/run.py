@@ -126,7 +126,6 @@ class Readers:
         self._rank, self._size = rank, size
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._positions: dict[str, Mapping[str, Any]] = {}
-        self.before_first_batch: Any = None
 
     @property
     def sources(self) -> list[Any]:
@@ -147,12 +146,6 @@ class Readers:
             self._warn_of_second_loader(data)
         self._readers[key] = (data, reader)
         return reader
-
-    def regroup(self, rank: int, size: int, lost: tuple[int, ...]) -> None:
-        self._rank, self._size = rank, size
-
-    def next_state(self) -> dict[str, Any]:
-        return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         return self._positions | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()}

@@ -43,8 +43,8 @@ __all__ = [
 Take = Callable[[int], list[Any]]
 """Returns the next n items of an epoch's order; fewer at the end."""
 
-PASSED_AT_ONCE_SAMPLES = 65536
-"""The number of samples that are drawn at once to pass them."""
+MAX_SKIPPED_SAMPLES = 65536
+"""The number of samples that are drawn at once to skip them."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class EpochItems:
 
     def draw(self, samples: int) -> Iterator[list[Any]]:
         """The next items that have so many samples, some at a time."""
-        while samples > 0 and (items := self.take(1 if self._batches else min(samples, PASSED_AT_ONCE_SAMPLES))):
+        while samples > 0 and (items := self.take(1 if self._batches else min(samples, MAX_SKIPPED_SAMPLES))):
             samples -= self.count(items)
             yield items
 

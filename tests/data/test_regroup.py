@@ -38,6 +38,7 @@ class Worker:
         cursor.load_state_dict(state)
         self.reader = make(rank, size, cursor)
         self.continues = False
+        self.last = False
         self.begin()
 
     def begin(self) -> None:
@@ -49,10 +50,11 @@ class Worker:
         if self.continues:
             self.items, self.continues = iter(self.reader.read(self.place)), False
         item = next(self.items, None)
+        self.last = item is None or item.last
         return None if item is None else samples_of(item)
 
-    def regroup(self, rank: int, size: int, lost: tuple[int, ...]) -> None:
-        self.continues |= self.reader.regroup(rank, size, lost)
+    def regroup(self, rank: int, size: int, lost: tuple[int, ...], steps: int) -> None:
+        self.continues |= self.reader.regroup(rank, size, lost, steps)
 
 
 class Team:
@@ -74,11 +76,19 @@ class Team:
         state: dict[str, Any] = json.loads(json.dumps(self.workers[0].reader.cursor.state_dict()))
         return state
 
-    def step(self, changes: list[tuple[set[int], int]]) -> bool:
-        """One step, during which the team changes: (lost places in the team, newcomers). False at the epoch's end."""
+    def step(self, changes: list[tuple[set[int], int]], batches: int = 1) -> bool:
+        """Some batches, and a reduction during which the team changes: (lost places in the team, newcomers).
+
+        Returns False at the end of the epoch.
+        """
         dealt = list(self.workers)
-        batches = [worker.read() for worker in dealt]
-        if not any(batches):
+        samples: list[list[int]] = [[] for _ in dealt]
+        steps = 0
+        while steps < batches and not (steps and dealt[0].last):
+            for worker, mine in zip(dealt, samples, strict=True):
+                mine += worker.read() or []
+            steps += 1
+        if not any(samples):
             return False
         newcomers = 0
         for places, more in changes:
@@ -87,12 +97,12 @@ class Team:
             newcomers += more
             lost = tuple(rank for rank, worker in enumerate(dealt) if worker in gone)
             for rank, worker in enumerate(self.workers):
-                worker.regroup(rank, len(self.workers) + newcomers, lost)
+                worker.regroup(rank, len(self.workers) + newcomers, lost, steps)
         if changes:
             self._let_in(newcomers)
-        for worker, batch in zip(dealt, batches, strict=True):
+        for worker, mine in zip(dealt, samples, strict=True):
             if worker in self.workers:
-                self.trained += batch or []
+                self.trained += mine
         return True
 
     def _let_in(self, newcomers: int) -> None:
@@ -132,15 +142,16 @@ def draw_changes(rng: random.Random, size: int) -> list[tuple[set[int], int]]:
     return changes
 
 
-def check_epochs(make: Make, seed: int, left_out: int = 0) -> None:
+def check_epochs(make: Make, seed: int, left_out: int = 0, most_batches: int = 3) -> None:
     """Three epochs with changes at random, and some restarts from checkpoints. Each sample is trained once.
 
-    At the end of an epoch, fewer than `left_out` samples for each rank of the last team may be left out.
+    At the end of an epoch, fewer than `left_out` samples for each rank of the last team may be left out. Gradients are
+    accumulated over at most `most_batches`.
     """
     rng = random.Random(seed)
     team = Team(make, rng.randint(1, MOST_RANKS))
     for epoch in range(3):
-        while team.step(draw_changes(rng, len(team.workers))):
+        while team.step(draw_changes(rng, len(team.workers)), rng.randint(1, most_batches)):
             if rng.random() < 0.15:
                 state = team.state
                 for worker in team.workers:
@@ -174,7 +185,7 @@ def test_micro_batches_keep_the_global_batch(extra: int, micro: int, more: int, 
         batch = MOST_RANKS + extra
         return MicroBatches(data, global_batch=batch, micro_batch=micro, rank=rank, size=size, cursor=cursor)
 
-    check_epochs(make, seed)
+    check_epochs(make, seed, most_batches=1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -265,6 +276,20 @@ def test_a_second_loss_in_a_step_adds_to_the_first() -> None:
     assert [flat(piece.batch) for piece in batches] == [[1], [4], [6], [8], [10]]
 
 
+def test_accumulated_batches_are_dealt_again() -> None:
+    steps = MicroBatches(Numbers(24), global_batch=6, rank=0, size=3, shuffle=False)
+    found = []
+    for number, step in enumerate(steps):
+        found.append(samples_of(step))
+        if number == 1:
+            steps.regroup(0, 2, (1,), steps=2)
+        if number == 2:
+            steps.regroup(0, 4, (), steps=2)
+            steps.regroup(0, 3, (1,), steps=2)
+    assert found[:3] == [[0, 3], [6, 9], [1, 7, 12]], "rank 1 of 3 had 1 4 and 7 10"
+    assert found[3:] == [[4, 14], [17, 20], [23]], "only one batch was dealt to two ranks, and rank 1 had 4 10 13"
+
+
 def test_between_epochs_and_before_the_first_batch_nothing_is_dealt_again() -> None:
     reader = sharded(8, 2, rank=0, size=2)
     reader.regroup(0, 1, (1,))
@@ -302,9 +327,14 @@ def test_a_stream_goes_on_with_the_new_team(processes: int, caplog: pytest.LogCa
     data: DataLoader[Any] = DataLoader(Sized(14), batch_size=2, num_workers=processes)
     reader = Sharded(data, rank=2, size=3)
     with caplog.at_level(logging.WARNING, "syncline"):
-        assert batches_of(reader, {0: (1, 2, (0,)), 1: (0, 1, (0,))}) == [[2, 5], [7, 9], [10, 11], [12, 13]]
+        assert batches_of(reader, {0: (1, 2, (0,)), 1: (0, 1, (0,)), 2: (0, 1, (0,))}) == [
+            [2, 5],
+            [7, 9],
+            [10, 11],
+            [12, 13],
+        ]
     (record,) = caplog.records
-    assert "1 of 3 workers were lost in epoch 0, and this data cannot go back" in record.message
+    assert "1 of 2 workers were lost, and this data cannot go back" in record.message, "rank 0 says it, once"
 
 
 def test_ready_batches_go_on_with_the_new_team(caplog: pytest.LogCaptureFixture) -> None:

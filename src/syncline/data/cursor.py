@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ from syncline.data.partition import LostShares
 from syncline.errors import IncompatibleError, SpecError
 
 __all__ = ["Cursor", "DataPosition"]
+
+MAX_UNTRAINED_STEPS = 1024
+"""The largest number of steps whose shares a lost rank may leave to the others."""
 
 
 class DataPosition:
@@ -33,32 +37,41 @@ class DataPosition:
         """The number of items that each loader process has read, if each reads its own stream."""
         self.lost_shares = lost_shares
         """The shares of this epoch that lost ranks have not trained, by their start. They change the epoch's order."""
-        self.latest = 0
-        """Samples of the latest global batch; 0 before the first one."""
         self.ended = False
         """Whether this rank has read all its shares of the epoch."""
+        self._starts: deque[int] = deque(maxlen=MAX_UNTRAINED_STEPS)
         self._batch: LostShares | None = None
 
     def advance(self, samples: int) -> None:
         """Count samples that all ranks together have read."""
+        if self._batch is not None:
+            self._starts.clear()  # those batches were dealt to another number of ranks
+        self._starts.append(self.samples)
         self.samples += samples
-        self.latest = samples
         self._batch = None
 
     @property
-    def regrouped(self) -> bool:
-        """Whether the number of ranks has changed since the latest global batch was dealt."""
-        return self._batch is not None
+    def started(self) -> bool:
+        """Whether a global batch was read."""
+        return bool(self._starts)
 
-    def lose(self, size: int, ranks: tuple[int, ...], untrained: Callable[[LostShares], int]) -> int:
-        """Move back behind the samples of the latest global batch that were trained. Returns the number of the others.
+    @property
+    def former_size(self) -> int | None:
+        """The number of ranks that shared the latest global batch, if the team has changed since; else None."""
+        return None if self._batch is None else self._batch.size
 
-        `size` ranks shared the batch, and `ranks` of these have not trained their shares. A later call for the same
-        batch adds ranks. `untrained` counts the samples of lost shares.
+    def lose(self, size: int, ranks: tuple[int, ...], steps: int, untrained: Callable[[LostShares], int]) -> int:
+        """Move back behind what was trained of the latest global batches. Returns the number of the other samples.
+
+        `size` ranks shared the last `steps` batches, and `ranks` of these have not trained their shares. A later call
+        for the same batch adds ranks. `untrained` counts the samples of lost shares.
         """
-        batch = self._batch or LostShares(self.samples - self.latest, self.latest, size, ())
-        if any(rank >= batch.size or rank < 0 for rank in ranks):
-            raise SpecError(f"lost={ranks}: the current batch was dealt to {batch.size} ranks")
+        batch = self._batch
+        if batch is None or not batch.ranks:
+            start = self._starts[-min(steps, len(self._starts))]
+            batch = LostShares(start, self.samples - start, size, ())
+        if any(rank >= size or rank < 0 for rank in ranks):
+            raise SpecError(f"lost={ranks}: the current batch was dealt to {size} ranks")
         if self.lost_shares and self.lost_shares[-1] is batch:
             self.lost_shares = self.lost_shares[:-1]
         self._batch = batch = batch._replace(ranks=tuple(sorted({*batch.ranks, *ranks})))
@@ -70,7 +83,10 @@ class DataPosition:
 
     def end(self) -> None:
         """This rank has read all its shares. A global batch that other ranks still have is the next one."""
-        self.ended, self.latest, self._batch = True, 0, None
+        self.ended = True
+        if self._batch is not None:
+            self._starts.clear()
+            self._batch = None
 
     def __repr__(self) -> str:
         kind = "Cursor" if isinstance(self, Cursor) else "DataPosition"

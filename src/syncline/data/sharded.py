@@ -72,12 +72,13 @@ class EpochReader(ABC, Generic[T]):
         position.end()
         self.cursor.finish(position)
 
-    def regroup(self, rank: int, size: int, lost: tuple[int, ...] = ()) -> bool:
+    def regroup(self, rank: int, size: int, lost: tuple[int, ...] = (), steps: int = 1) -> bool:
         """Continue as rank `rank` of `size` from the next global batch on. Every rank calls it, in the same step.
 
         `lost` are the ranks that have not trained their shares of the current global batch, in the numbering of the
         team to which it was dealt; another call in the same step adds to them. The next global batches begin with these
-        shares. Without a current global batch, between two epochs, nothing is dealt again.
+        shares. Without a current global batch, between two epochs, nothing is dealt again. `steps` is the number of
+        latest global batches that are not trained yet, the current one included, if gradients are accumulated.
 
         Returns whether this rank has read all its shares of the epoch, and another global batch follows now.
         """
@@ -88,7 +89,13 @@ class EpochReader(ABC, Generic[T]):
         if part.may_be_empty and self._open:
             self._next_part = part  # in an evaluation each rank reads at its own pace, and keeps its share
             return False
-        untrained = {position: self._deal_again(position, lost) for position in self._open}
+        if lost and rank == 0 and not (self._source.deals_again or self._warned):
+            self._warned = True
+            logger.warning(
+                f"{len(lost)} of {self._part.size} workers were lost, and this data cannot go back: their latest "
+                "batches are not trained in this epoch. A DataLoader over a dataset with indices deals them again"
+            )
+        untrained = {position: self._deal_again(position, lost, steps) for position in self._open}
         self._source.regroup(part)
         self._part = part
         for position, count in untrained.items():
@@ -97,22 +104,19 @@ class EpochReader(ABC, Generic[T]):
             self.cursor.regroup(position, over)
         return any(position.ended and count > 0 for position, count in untrained.items())
 
-    def _deal_again(self, position: DataPosition, lost: tuple[int, ...]) -> int:
-        """Move a position back behind what was trained of the current global batch. Returns the samples before it."""
-        if position.ended and not position.regrouped:
-            position.advance(self._source.rest(position))
-        if position.latest == 0:
+    def _deal_again(self, position: DataPosition, lost: tuple[int, ...], steps: int) -> int:
+        """Move a position back behind what was trained. Returns the number of samples that are dealt again."""
+        source, size = self._source, position.former_size or self._part.size
+        if position.ended and position.former_size is None:
+            rest = source.rest(position)
+            if rest == 0:
+                return 0
+            position.advance(rest)
+        if not position.started or not source.deals_again:
             return 0
-        if self._source.deals_again:
-            return position.lose(self._part.size, lost, lambda batch: self._source.untrained(position, batch))
-        if lost and not self._warned:
-            self._warned = True
-            logger.warning(
-                f"{len(lost)} of {self._part.size} workers were lost in epoch {position.epoch}, and this data cannot "
-                "go back: their latest batches are not trained in this epoch. A DataLoader over a dataset with indices "
-                "deals them again"
-            )
-        return 0
+        # Every k-th sample of several global batches is a rank's only if k divides each of them.
+        steps = steps if source.divides(size) else 1
+        return position.lose(size, lost, steps, lambda batch: source.untrained(position, batch))
 
     @property
     def next_state(self) -> dict[str, Any]:

@@ -81,6 +81,7 @@ class Source(ABC):
 
     batch: int
     """Samples of a full batch of one rank; 1 for ready batches."""
+    _part: RankPartition
 
     @property
     def read_once(self) -> bool:
@@ -121,20 +122,23 @@ class Source(ABC):
         """The samples of the short global batch after this rank's last share."""
         return 0
 
+    def divides(self, size: int) -> bool:
+        """Whether each of `size` ranks has the same number of samples (or batches) of a full global batch."""
+        return True
+
 
 class _IndexedSource(Source):
     """Data with indices, so that every part of an epoch can be read again."""
 
-    _part: RankPartition
     _drop_last: bool
     _order: Order
     _batches = False
     """Whether the items of the order are batches."""
 
     @property
-    @abstractmethod
     def _step_items(self) -> int:
         """The number of items of a global batch."""
+        return self._part.size
 
     @property
     def restarts(self) -> bool:
@@ -186,6 +190,9 @@ class SampleSource(_IndexedSource):
     def _step_items(self) -> int:
         return self.batch * self._part.size if self._fixed_step_items is None else self._fixed_step_items
 
+    def divides(self, size: int) -> bool:
+        return self._fixed_step_items is None or self._fixed_step_items % size == 0
+
     def regroup(self, part: RankPartition) -> None:
         if self._fixed_step_items is not None and self._fixed_step_items < part.size:
             raise IncompatibleError(
@@ -235,10 +242,6 @@ class BatchSource(_IndexedSource):
         self._order = order_of(loader, part.seed)
         self.regroup(part)
         self._reader: BatchReader[RankShare] = BatchReader(loader)
-
-    @property
-    def _step_items(self) -> int:
-        return self._part.size
 
     def read(self, position: DataPosition) -> Iterator[Piece]:
         items = EpochItems(self._order.begin(position.epoch), self._batches)

@@ -189,20 +189,22 @@ class Readers:
             if key in self._positions:
                 reader.cursor.load_state_dict(self._positions[key])
 
-    def regroup(self, rank: int, size: int, lost: tuple[int, ...] = ()) -> bool:
+    def regroup(self, rank: int, size: int, lost: tuple[int, ...] = (), steps: int = 1) -> bool:
         """Continue as worker `rank` of `size`, from the next global batch of each reader on.
 
         Every worker that stays calls it in the same step, in the body of its loop, between two epochs, or in
         `settle_uneven` if it has run out of data. `lost` are the ranks that have not trained their shares of the
         current global batch. They are counted in the team to which that batch was dealt, also if the team changes
-        several times in one step. Nothing is lost if the step was complete: `lost` is then empty.
+        several times in one step. Nothing is lost if the step was complete: `lost` is then empty. `steps` is the number
+        of latest global batches that are not trained yet, the current one included: more than one if gradients are
+        accumulated.
 
         Returns True if this worker had run out of data, and another global batch follows now. The run then completes
         the current step, catches up with the weights of the workers that had data, and raises `EpochContinues` out of
         `settle_uneven`.
         """
         self._rank, self._size = rank, size
-        continues = [reader.regroup(rank, size, lost) for _, reader in self._readers.values()]
+        continues = [reader.regroup(rank, size, lost, steps) for _, reader in self._readers.values()]
         return any(continues)
 
     def skip_finished_epochs(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -14,13 +15,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from syncline.data import Cursor, MicroBatches, Sharded, move
+from syncline.data.cursor import DataPosition
+from syncline.data.sources import PieceCounts
 from syncline.reduction import Stats
 from syncline.world import World
 
 if TYPE_CHECKING:
     from syncline.strategies.base import StrategyRun
 
-__all__ = ["Readers", "Run", "Shard", "Step", "Steps"]
+__all__ = ["EpochContinues", "Readers", "Run", "Shard", "Step", "Steps"]
 
 logger = logging.getLogger("syncline")
 
@@ -119,13 +122,34 @@ class Run(ABC):
     ) -> None: ...
 
 
+class EpochContinues(Exception):  # noqa: N818 (ends a wait, and is not an error)
+    """Raised by a run's `settle_uneven` after `Readers.regroup` has returned True: this worker's loop continues.
+
+    Before that the run catches up with the steps that it missed: `settle_uneven` is called again at the new end.
+    """
+
+
 class Readers:
-    """The data readers of a run by name, and their positions, which a checkpoint keeps."""
+    """The data readers of a run by name, and their positions, which a checkpoint keeps.
+
+    When the number of workers changes, every worker that stays calls `regroup`, in the same step. A worker that joins
+    loads their `next_state` and calls `regroup` with its own rank:
+
+    ```text
+    worker 0   step 7: regroup(0, 3, ())   next_state ─┐       step 8   …
+    worker 1   step 7: regroup(1, 3, ())               │       step 8   …
+    newcomer   before_first_batch: load_state_dict ◀───┘       step 8   …
+                                   regroup(2, 3, ()), skip_finished_epochs()
+    ```
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._positions: dict[str, Mapping[str, Any]] = {}
+        self._skips_finished = False
+        self.before_first_batch: Callable[[], None] | None = None
+        """Called once, before the first loop over data starts. It may load positions and regroup."""
 
     @property
     def sources(self) -> list[Any]:
@@ -143,6 +167,7 @@ class Readers:
         if known is None:
             if key in self._positions:
                 cursor.load_state_dict(self._positions[key])
+                cursor.skip = cursor.epoch if self._skips_finished else 0
             self._warn_of_second_loader(data)
         self._readers[key] = (data, reader)
         return reader
@@ -150,11 +175,59 @@ class Readers:
     def state_dict(self) -> dict[str, Any]:
         return self._positions | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()}
 
+    def next_state(self) -> dict[str, Any]:
+        """The positions of the next global batch, for a worker that joins. Call it after `regroup`, in the same step.
+
+        Unlike `state_dict`, an epoch that a loop has left early is over: the other workers begin the next one.
+        """
+        return self._positions | {key: reader.next_state for key, (_, reader) in self._readers.items()}
+
     def load_state_dict(self, positions: Mapping[str, Any]) -> None:
+        self._skips_finished = False
         self._positions = dict(positions)
         for key, (_, reader) in self._readers.items():
             if key in self._positions:
                 reader.cursor.load_state_dict(self._positions[key])
+
+    def regroup(self, rank: int, size: int, lost: tuple[int, ...] = (), steps: int = 1) -> bool:
+        """Continue as worker `rank` of `size`, from the next global batch of each reader on.
+
+        Every worker that stays calls it in the same step, in the body of its loop, between two epochs, or in
+        `settle_uneven` if it has run out of data. `lost` are the ranks that have not trained their shares of the
+        current global batch. They are counted in the team to which that batch was dealt, also if the team changes
+        several times in one step. Nothing is lost if the step was complete: `lost` is then empty. `steps` is the number
+        of latest global batches that are not trained yet, the current one included: more than one if gradients are
+        accumulated.
+
+        Returns True if this worker had run out of data, and another global batch follows now. The run then completes
+        the current step, catches up with the weights of the workers that had data, and raises `EpochContinues` out of
+        `settle_uneven`.
+        """
+        self._rank, self._size = rank, size
+        continues = [reader.regroup(rank, size, lost, steps) for _, reader in self._readers.values()]
+        return any(continues)
+
+    def skip_finished_epochs(self) -> None:
+        """After `load_state_dict`: loops over epochs that the other workers have finished read nothing.
+
+        A worker that joins in epoch 3 runs its script from the start. Its first three loops over each shard are empty,
+        and the fourth one starts at the loaded position.
+        """
+        self._skips_finished = True
+        for key, (_, reader) in self._readers.items():
+            if key in self._positions:
+                reader.cursor.skip = reader.cursor.epoch
+
+    def starts(self, reader: Sharded | MicroBatches) -> bool:
+        """Whether the next loop over a reader reads data. It does not if the other workers have finished its epoch."""
+        hook, self.before_first_batch = self.before_first_batch, None
+        if hook is not None:
+            hook()
+        cursor = reader.cursor
+        if cursor.skip == 0:
+            return True
+        cursor.skip -= 1
+        return False
 
     def _key(self, data: Any, name: str | None) -> str:
         """A name that the same script gives to the same data next time: loaders are numbered in their order."""
@@ -178,6 +251,21 @@ class Readers:
 
 def _shuffles(data: Any) -> bool:
     return isinstance(data, DataLoader) and type(data.sampler) is RandomSampler
+
+
+@dataclass
+class _Pace:
+    """What a team of workers reads in the rest of an epoch."""
+
+    teams: int
+    """How often the number of workers had changed."""
+    uneven: bool
+    """Whether some workers may run out of data before others."""
+    counts: PieceCounts | None
+    steps_before: int
+    """The run's steps at the start."""
+    pieces: int = 0
+    """What this worker has read so far."""
 
 
 class _Epochs(Generic[R]):
@@ -208,30 +296,56 @@ class _Epochs(Generic[R]):
         return f"{type(self).__name__}(epoch {self.epoch}, {length})"
 
     def _pieces(self) -> Iterator[Any]:
-        run, reader, uneven_data = self._run, self._reader, self._run.uneven
+        run, reader = self._run, self._reader
+        if not run.readers.starts(reader):
+            return
         run.world.finish_left()
-        before, weight_before, steps_before = run.progress, uneven_data.weight, run.stats.steps
+        before, weight_before = run.progress, run.uneven.weight
         place = reader.begin(before)
-        counts, pieces, ended = reader.counts(place), 0, False
+        try:
+            pace, pieces, ended = self._pace(place), 0, False
+            while not ended:
+                try:
+                    for piece in reader.read(place):
+                        pieces += 1
+                        pace.pieces += 1
+                        self._set_weight(piece.weight, pace.uneven or piece.total != run.communicator.size)
+                        yield piece
+                        if pace.teams != reader.teams:
+                            pace = self._pace(place, pace)
+                    ended = True
+                finally:  # no communication here: an error may have ended the loop
+                    trained = run.progress != before
+                    self._set_weight(*((1.0, False) if ended or trained else weight_before))
+                    if pace.uneven and trained and not ended:
+                        run.uneven.leave(pace.counts is None or pace.pieces > pace.counts.fewest)
+                if pace.uneven and (trained or not pieces):
+                    ended = self._settle(pace)
+                if not ended:
+                    pace = self._pace(place, pace)
+        finally:
+            reader.leave(place, run.progress)
+
+    def _pace(self, place: DataPosition, before: _Pace | None = None) -> _Pace:
+        """What the workers read in the rest of the epoch; `before`: what another number of workers would have read."""
+        run, reader = self._run, self._reader
         uneven = self._pad and reader.uneven and run.communicator.size > 1
         if uneven:
             run.check_uneven()
+        elif before is not None and before.uneven:
+            run.uneven.leave(somebody_ran_out=False)
+        return _Pace(reader.teams, uneven, reader.counts(place), run.stats.steps)
+
+    def _settle(self, pace: _Pace) -> bool:
+        """This worker has run out of data: wait for the others. Returns False if another global batch follows."""
+        run, counts = self._run, pace.counts
         try:
-            for piece in reader.read(place):
-                pieces += 1
-                self._set_weight(piece.weight, uneven or piece.total != run.communicator.size)
-                yield piece
-            ended = True
-        finally:  # no communication here: an error may have ended the loop
-            trained = run.progress != before
-            self._set_weight(*((1.0, False) if ended or trained else weight_before))
-            reader.cursor.leave(place, run.progress)
-            if uneven and trained and not ended:
-                uneven_data.leave(somebody_ran_out=counts is None or pieces > counts.fewest)
-        if uneven and (trained or not pieces):
             run.settle_uneven()
-            if run.asynchronous and counts is not None and run.stats.steps - steps_before == pieces:
-                uneven_data.schedulers.step_missed(pieces, counts.most - counts.own)
+        except EpochContinues:
+            return False
+        if run.asynchronous and counts is not None and run.stats.steps - pace.steps_before == pace.pieces:
+            run.uneven.schedulers.step_missed(pace.pieces, counts.most - counts.own)
+        return True
 
     def _set_weight(self, weight: float, uneven: bool) -> None:
         if self._pad:

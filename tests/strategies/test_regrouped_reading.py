@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.checkpoint import load, save
 from syncline.data import MicroBatches, Sharded
 from syncline.strategies import strategy_run
 from syncline.strategies.run import EpochContinues, Readers, Shard, Steps
@@ -144,6 +146,33 @@ def test_a_real_run_trains_a_share_again(length: int, step: int) -> None:
     first, second = sl.simulate(work, ranks=2).results
     again = [4 * step + 1, 4 * step + 3]
     assert sorted(first + second) == sorted([*range(length), *again])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_checkpoint_keeps_lost_shares(size: int, tmp_path: Path) -> None:
+    """Saved in the body of the step in which the share was lost, and loaded on another number of workers."""
+
+    def before(world: sl.World) -> list[int]:
+        trainer = Trainer()
+        for number, batch in enumerate(trainer.run.shard(numbers(20, shuffle=True))):
+            trainer.step(batch.view(-1, 1).float())
+            if number == 1:
+                strategy_run(trainer.run).readers.regroup(world.rank, 2, (1,))
+                save(tmp_path, run=trainer.run, step=2)
+                break
+        return trainer.seen
+
+    def after(world: sl.World) -> list[int]:
+        trainer = Trainer()
+        load(tmp_path, run=trainer.run)
+        for batch in trainer.run.shard(numbers(20, shuffle=True)):
+            trainer.step(batch.view(-1, 1).float())
+        trainer.run.close()
+        return trainer.seen
+
+    first, second = sl.simulate(before, ranks=2).results
+    rest = [sample for seen in sl.simulate(after, ranks=size).results for sample in seen]
+    assert sorted(first + second[:2] + rest) == list(range(20))
 
 
 def position(epoch: int, samples: int) -> dict[str, Any]:

@@ -99,11 +99,11 @@ class TeamFormation:
         """Announce that this process waits for a place in the next team."""
         self.log.append(WAITING, member=self.member)
 
-    def await_admission(self) -> Team:
-        """Wait until a team contains this newcomer."""
+    def await_admission(self, after: int = 0) -> Team:
+        """Wait until a team after the generation `after` contains this newcomer."""
         for _ in self._poll():
             team = self.latest()
-            if team is not None and self.member in team.members:
+            if team is not None and team.generation > after and self.member in team.members:
                 return team
             self._read_log()
             if team is not None and all(member in self._gone for member in team.members):
@@ -112,6 +112,11 @@ class TeamFormation:
             f"member {self.member} was not admitted within {self._timeout_s:.3g} s: the team may be complete "
             f"(at most {self._maximum} workers), or the job does not read its data by run.shard() or run.steps()"
         )
+
+    def wait_again(self, failed: Team) -> Team:
+        """In a newcomer whose team could not be connected: wait for the next admission."""
+        self._arrive(failed.generation + 1, Arrival(-1, between_steps=True))
+        return self.await_admission(failed.generation)
 
     def latest(self) -> Team | None:
         """The latest team that was decided; None before the first."""
@@ -137,7 +142,7 @@ class TeamFormation:
         Newcomers are admitted, and the minimum is demanded, only if the most advanced members are between two steps.
         """
         generation = before.generation + 1
-        self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
+        self._arrive(generation, arrival)
         arrived: dict[int, Arrival] = {}
         missing: list[int] = []
         for _ in self._poll():
@@ -162,17 +167,21 @@ class TeamFormation:
                 self._propose(proposal)
         return self._give_up(before, arrival, missing)
 
+    def _arrive(self, generation: int, arrival: Arrival) -> None:
+        self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
+
     def _with_newcomers(self, team: Team, absent: Mapping[int, str]) -> Team | None:
         """The team, with newcomers where they can be admitted; None while it has fewer members than the minimum."""
         ahead = [member for member in team.members if team.completed(member) == team.operations]
         if not all(team.arrivals[member].between_steps for member in ahead):
-            return team
+            with_state = tuple(member for member in team.members if team.completed(member) >= 0)
+            return replace(team, members=with_state)  # a newcomer without the state waits for the next step
         newcomers = self._newcomers(team, absent)[: max(0, self._maximum - len(team.members))]
         members = (*team.members, *newcomers)
         return replace(team, members=members) if len(members) >= self._minimum else None
 
     def _propose(self, team: Team) -> None:
-        arrivals = {str(member): asdict(each) for member, each in team.arrivals.items()}
+        arrivals = {str(member): asdict(team.arrivals[member]) for member in team.members if member in team.arrivals}
         text = json.dumps({"members": team.members, "arrivals": arrivals})
         self._store.compare_set(f"{TEAM_KEY}/{team.generation}", "", text)
 

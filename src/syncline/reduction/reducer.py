@@ -101,8 +101,6 @@ class GradientReducer:
         self.find_unused_parameters = options.find_unused_parameters
         self.elastic = communicator.world.elastic
         """The changing team of an elastic world; None if the ranks are fixed."""
-        self.trains = options.attach_hooks
-        """Whether a pass is the gradient of a batch of each rank."""
         self.weight = 1.0
         """The weight of this rank's gradients in the mean."""
         self.active = True

@@ -37,6 +37,9 @@ EXCLUSIVE_STORAGE_USES = 2
 class ReductionPass:
     """The state of one backward pass on this rank."""
 
+    trains = True
+    """It adds the latest batches of each rank to the training; see `RepeatableOperation`."""
+
     def __init__(self, reducer: GradientReducer, buckets: BucketSet) -> None:
         self.buckets = buckets
         self.arrivals: list[int] = []
@@ -77,10 +80,10 @@ class ReductionPass:
         # A gradient without a bucket may arrive last, and the control numbers must count it.
         self._hold = any(reducer.parameters[index].requires_grad for index in buckets.outside)
 
-        self.trains = reducer.trains
         self._elastic = reducer.elastic
         self._generation = self._team_generation()
         """The team to which the buckets are sent."""
+        self._repeated = False
         self._interruption: PeerLostError | None = None
         """The error of a launch during backward, which is raised at its end."""
         self._kept: dict[int, Tensor] = {}
@@ -176,8 +179,9 @@ class ReductionPass:
                 self._data(bucket).mul_(rescale * self._after)
         if self.buckets.outside or any(control.sparse):
             self._sum_outside(control, self._scale * self._after * rescale)
-        if self._elastic is not None and control.newcomers:
-            self._elastic.newcomers_known = True
+        if self._elastic is not None:
+            self._elastic.newcomers_known |= control.newcomers > 0
+            self._elastic.idle_after_loss |= self._repeated and 0 < control.active < size
         return self._conclude(control)
 
     def _conclude(self, control: ControlNumbers) -> ControlNumbers:
@@ -207,7 +211,7 @@ class ReductionPass:
             self._codec_state.restore(self._codec_before)
             self._queue = ReductionQueue(self._communicator)
         self._rows.clear()
-        self._launched, self._interruption = [], None
+        self._launched, self._interruption, self._repeated = [], None, True
         self._launch()
         if self._queue is not None:
             self._queue.close()

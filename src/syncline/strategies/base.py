@@ -197,8 +197,14 @@ class StrategyRun(Run):
         self.synchronised = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         """The `id` of every parameter that the strategy synchronises."""
         self.readers = Readers(communicator.rank, communicator.size)
-        self.progress_at_batch: int | None = None
-        """`progress` when the current batch was read; None outside a loop over data."""
+        self.epoch_continues = False
+        """Whether this worker had run out of data, and data of a lost worker was dealt to it since."""
+        self._newcomer_state: Mapping[str, Any] | None = None
+        """In a newcomer: the state that it has received, until its first batch."""
+        self._counted_at_batch: int | None = None
+        """`counted_steps` when the current batch was read; None before the first."""
+        self._untrained_batches = 0
+        """The number of latest batches that are in no step that counts for all, the current one included."""
         self.on_resize = settings.on_resize
         self.uneven = UnevenData(self)
         self.watch = ModelWatch(self, self._reload if self.copies_weights and communicator.size > 1 else None)
@@ -329,6 +335,11 @@ class StrategyRun(Run):
     def elastic_refusal(self) -> str:
         """Why the run cannot continue with another team of an elastic job; empty if it can."""
         return f"{self.strategy!r} needs the same workers from its start to its end: leave --elastic out"
+
+    @property
+    def counted_steps(self) -> int:
+        """A count that grows when the batches of all workers have become part of what survives the loss of one."""
+        return self.progress
 
     def use_team(self) -> None:
         """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
@@ -469,17 +480,30 @@ class StrategyRun(Run):
     def team_changed(self, change: TeamChange) -> None:
         """The world has another team. Its own lost workers and newcomers are in `change`."""
         self.use_team()
+        self.uneven.forget_rates()
         elastic = self.world.elastic
         if self.on_resize is not None and elastic is not None and not elastic.joining:
             self.on_resize(change.old_size, change.size)
 
+    def batch_read(self) -> None:
+        """A batch is about to be trained on."""
+        state, self._newcomer_state = self._newcomer_state, None
+        if state is not None:  # the loops over finished epochs were empty, but may have stepped schedulers
+            self._load_optimizers(state)
+        trained = self.counted_steps != self._counted_at_batch
+        self._counted_at_batch = self.counted_steps
+        self._untrained_batches = 1 if trained else self._untrained_batches + 1
+        if self.world.elastic is not None:
+            self.world.elastic.batch_read()
+
     def apply_change_of_data(self, change: TeamChange) -> None:
         """Read the data with the new number of workers from the next batch on.
 
-        The batches of lost workers are dealt again, unless the interrupted step has counted them.
+        The batches of lost workers are dealt again, unless a complete step has counted them.
         """
-        untrained = not change.trained or self.progress == self.progress_at_batch
-        self.readers.regroup(change.rank, change.size, change.lost if untrained else ())
+        untrained = not change.trained or self.counted_steps == self._counted_at_batch
+        lost = change.lost if untrained else ()
+        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, self._untrained_batches))
 
     def newcomer_state(self) -> dict[str, Any]:
         """The state of this worker that a newcomer starts from."""
@@ -492,18 +516,43 @@ class StrategyRun(Run):
 
     def load_newcomer_state(self, state: Mapping[str, Any]) -> None:
         """In a newcomer: start from the state of a member."""
+        self._newcomer_state = state
         self.model.load_state_dict(state["model"])
+        self._load_optimizers(state)
+        self.load_state_dict({"shared": state["shared"], "local": None})
+        self.readers.skip_finished_epochs()
+
+    def _load_optimizers(self, state: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        for scheduler, saved in zip(self.uneven.schedulers.find(), state["schedulers"], strict=True):
+        schedulers = self.uneven.schedulers.find()
+        if len(schedulers) != len(state["schedulers"]):
+            raise IncompatibleError(
+                f"this worker has {len(schedulers)} learning-rate schedulers, and the others have "
+                f"{len(state['schedulers'])}: a worker joins with the same script"
+            )
+        for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
-        self.load_state_dict({"shared": state["shared"], "local": None})
 
-    def between_steps(self) -> None:
-        """Called between two batches: the place at which newcomers can be admitted."""
+    def between_steps(self, missed: int = 0) -> bool:
+        """Called between two batches of an elastic job: share the state, and admit newcomers, where that is due.
+
+        `missed` is the number of steps that this worker has missed because it had no data. Returns whether it has
+        caught up with the others.
+        """
         elastic = self.world.elastic
-        if elastic is not None:
-            elastic.between_steps(self.world)
+        if elastic is None:
+            return False
+        due, elastic.idle_after_loss = elastic.idle_after_loss, False
+        if due:
+            self.share_steps(missed)
+            self.uneven.forget_rates()
+        elastic.between_steps(self.world)
+        return due
+
+    def share_steps(self, missed: int) -> None:
+        """Bring workers that have missed steps up to date. Every worker calls it."""
+        self.uneven.share_weights(missed)
 
     def start_in_team(self) -> None:
         """Called when the run is complete: the team of an elastic job may have changed meanwhile."""

@@ -113,6 +113,14 @@ class LocalWeightsRun(StrategyRun):
     def settle_uneven(self) -> None:
         self.uneven.settle_local_weights()
 
+    @property
+    def counted_steps(self) -> int:
+        """The rounds: the steps of a lost worker since the last one are lost with it."""
+        return self.rounds
+
+    def share_steps(self, missed: int) -> None:
+        self.uneven.share_rates()
+
     def shown_tensors(self) -> dict[str, Tensor]:
         return {**super().shown_tensors(), **{name: each.detach() for name, each in self._names.items()}}
 

@@ -310,7 +310,9 @@ class _Epochs(Generic[R]):
                         pieces += 1
                         pace.pieces += 1
                         self._set_weight(piece.weight, pace.uneven or piece.total != run.communicator.size)
+                        run.batch_read()
                         yield piece
+                        run.between_steps()
                         if pace.teams != reader.teams:
                             pace = self._pace(place, pace)
                     ended = True

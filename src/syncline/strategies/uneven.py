@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from syncline.errors import IncompatibleError
 from syncline.reduction import broadcast_tensors, broadcast_tree, check_same
+from syncline.strategies.run import EpochContinues
 from syncline.world import allgather
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class UnevenData:
             groups = [group for optimizer in self._run.optimizers for group in optimizer.param_groups]
             self.rates.append([float(group["lr"]) for group in groups if "lr" in group])
 
+    def forget_rates(self) -> None:
+        """The team has changed: rates are compared from here on."""
+        self.rates = None if self.rates is None else []
+
     def settle_shared_weights(self) -> None:
         """Join the others' rounds until all have run out, then copy weights, optimizers and schedulers of one worker.
 
@@ -77,12 +82,26 @@ class UnevenData:
         run, missed = self._run, 0
         while run.join_idle():
             missed += 1
-        table = allgather(torch.tensor([missed]), group=run.communicator.group).tolist()
-        if not any(table):
-            self._check_rates(0)
-            return
-        root = table.index(min(table))
+            if run.between_steps(missed):
+                raise self._continue_epoch()
+        if run.epoch_continues:
+            raise self._continue_epoch()
+        table = self._missed_steps(missed)
         self._check_rates(max(table) - missed)
+        self._copy_weights(missed, table)
+
+    def share_weights(self, missed: int) -> None:
+        """Copy weights, optimizers and schedulers to workers that missed steps. Every worker calls it."""
+        self._copy_weights(missed, self._missed_steps(missed))
+
+    def _missed_steps(self, missed: int) -> list[int]:
+        table: list[int] = allgather(torch.tensor([missed]), group=self._run.communicator.group).tolist()
+        return table
+
+    def _copy_weights(self, missed: int, table: list[int]) -> None:
+        run, root = self._run, table.index(min(table))
+        if not any(table):
+            return
         broadcast_tensors(run.communicator, [parameter.detach() for parameter in run.model.parameters()], root)
         for holder in (*run.optimizers, *self.schedulers.known):
             state = broadcast_tree(run.communicator, holder.state_dict(), root)
@@ -98,10 +117,25 @@ class UnevenData:
         """
         run = self._run
         while run.join_idle():
-            pass
-        steps = allgather(torch.tensor([run.stats.steps]), group=run.communicator.group).tolist()
+            if run.between_steps():
+                raise self._continue_epoch()
+        if run.epoch_continues:
+            raise self._continue_epoch()
+        steps = self._steps_of_all()
         self._check_rates(run.stats.steps - min(steps))
-        root = steps.index(max(steps))
+        self._copy_rates(steps)
+
+    def share_rates(self) -> None:
+        """Copy learning rates, schedulers and the step count to workers that missed steps. Every worker calls it."""
+        self._copy_rates(self._steps_of_all())
+
+    def _steps_of_all(self) -> list[int]:
+        run = self._run
+        steps: list[int] = allgather(torch.tensor([run.stats.steps]), group=run.communicator.group).tolist()
+        return steps
+
+    def _copy_rates(self, steps: list[int]) -> None:
+        run, root = self._run, steps.index(max(steps))
         if min(steps) == max(steps):
             return
         groups = [group for group in run.optimizer.param_groups if "lr" in group]
@@ -116,6 +150,11 @@ class UnevenData:
             for scheduler, saved in zip(self.schedulers.known, state["schedulers"], strict=True):
                 scheduler.load_state_dict(saved)
             run.stats.steps = steps[root]
+
+    def _continue_epoch(self) -> EpochContinues:
+        """The team has changed since this worker had run out of data: it continues as its loop over the data says."""
+        self._run.epoch_continues = False
+        return EpochContinues()
 
     def _check_rates(self, later: int) -> None:
         """Compare the learning rates of the last reduction with all workers, `later` reductions before the last."""

@@ -181,12 +181,17 @@ class Elastic:
         """The number of operations that this member has completed; −1 in a newcomer."""
         self.newcomers_known = False
         """Whether all members know that a newcomer waits. The same on all members, between two steps."""
+        self.idle_after_loss = False
+        """Whether workers without data took part in a step that was repeated after a loss: they continue the epoch with
+        data of the lost worker, and need the weights of the others. The same on all members, between two steps."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
-        self._data_team = self.team
-        """The team by which the data is divided."""
-        self._postponed: TeamChange | None = None
-        """A change of the data that takes effect in the next operation, because the others are a batch ahead."""
+        self._dealt_team = self.team
+        """The team to which the current batch was dealt."""
+        self._reader_team = self.team
+        """The team to which the next batch is dealt."""
+        self._postponed = False
+        """Whether the data changes to the present team in the next operation, because the others are a batch ahead."""
         self._inside = False
         self._last: Any = None
         """The result of the latest operation, for members that are behind."""
@@ -198,13 +203,13 @@ class Elastic:
     def start(self) -> Transport:
         """Form the first team with the other launched members, and connect it."""
         while True:
-            self.team = self.formation.form(self.team, Arrival(0, between_steps=True))
+            self.team = self.formation.form(self.team, Arrival(0, between_steps=False))
             try:
                 transport = self.connector.connect(self.team.members, self.team.generation)
             except PeerLostError as error:
                 logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                 continue
-            self._data_team = self.team
+            self._dealt_team = self._reader_team = self.team
             return transport
 
     # Operations.
@@ -216,9 +221,9 @@ class Elastic:
         """
         if self._inside or self.joining:
             return operation.attempt()
-        if self._postponed is not None:
-            postponed, self._postponed = self._postponed, None
-            self._change_data(world, postponed)
+        if self._postponed:
+            self._postponed = False
+            self._change_data(world, self._describe_change(self.team, trained=not operation.trains))
         self._inside = True
         try:
             return self._repeat(world, operation)
@@ -264,9 +269,13 @@ class Elastic:
             self._newcomer_seen = self.formation.newcomers_wait(self.team)
         return self._newcomer_seen
 
+    def batch_read(self) -> None:
+        """A batch is read, by the team to which the readers belong."""
+        self._dealt_team = self._reader_team
+
     def between_steps(self, world: World) -> None:
         """Admit newcomers that all members know of, or wait for some if too few members are left."""
-        if self._inside or self.joining or self._postponed is not None:  # postponed: the others are a batch ahead
+        if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
             return
         if not self.newcomers_known and len(self.team.members) >= self.limits.minimum:
             return
@@ -289,7 +298,7 @@ class Elastic:
                 except (PeerLostError, ProtocolError) as error:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                     self._abort(world)
-                    self.team = self.formation.form(self.team, Arrival(-1, between_steps=True))
+                    self.team = self.formation.wait_again(self.team)
         finally:
             self._inside = False
 
@@ -308,8 +317,9 @@ class Elastic:
 
         A member that is lost meanwhile leads to one more team.
         """
-        for _ in range(MAX_ATTEMPTS):
-            self._abort(world)
+        for attempt in range(MAX_ATTEMPTS):
+            if operation is not None or attempt:  # between two steps the others still complete theirs
+                self._abort(world)
             arrival = Arrival(self.operations, between_steps=operation is None)
             self.team = self.formation.form(self.team, arrival)
             try:
@@ -339,17 +349,17 @@ class Elastic:
             communicator.rebind()
         for run in world.runs:
             run.team_changed(change)
-        self._welcome(world, team.members.index(ahead))
-        if newcomer:
-            self._data_team, self.operations = team, team.operations
-            self.joining = False
-            change = TeamChange(change.size, change.rank, change.size, (), True)
         if team.arrivals[ahead].between_steps:
             self.newcomers_known = self._newcomer_seen = False
-        if found is not None and not team.arrivals[ahead].between_steps:
-            self._postponed = self._describe_change(team, trained=False)
-        else:
+        if newcomer:
+            self._welcome(world, team.members.index(ahead))
+            self._dealt_team, self.operations, self.joining = team, team.operations, False
+            self._change_data(world, TeamChange(world.size, world.rank, world.size, (), True))
+        elif found is not None and not team.arrivals[ahead].between_steps:
+            self._postponed = True
+        else:  # before a newcomer gets the position in the data
             self._change_data(world, change)
+            self._welcome(world, team.members.index(ahead))
         logger.log(
             logging.WARNING if world.rank == 0 else logging.INFO,
             "team %d continues with %d workers (members %s)",
@@ -362,13 +372,13 @@ class Elastic:
             raise WorldError("a worker joins by sl.distribute() and run.shard(), and this one has no run")
 
     def _describe_change(self, team: Team, trained: bool) -> TeamChange:
-        """The change from the team by which the data is divided."""
-        old = self._data_team.members
+        """The change from the team to which the current batch was dealt."""
+        old = self._dealt_team.members
         lost = tuple(rank for rank, member in enumerate(old) if member not in team.members)
         return TeamChange(len(old), team.members.index(self.limits.member), len(team.members), lost, trained)
 
     def _change_data(self, world: World, change: TeamChange) -> None:
-        self._data_team = self.team
+        self._reader_team = self.team
         for run in world.runs:
             run.apply_change_of_data(change)
 

@@ -47,6 +47,12 @@ class StandIn:
     def check_uneven(self) -> None:
         self.checks += 1
 
+    def batch_read(self) -> None:
+        """Called for each batch of a loop that trains."""
+
+    def between_steps(self) -> bool:
+        return False
+
     def leave(self, somebody_ran_out: bool) -> None:
         assert not somebody_ran_out
         self.left += 1

@@ -197,10 +197,10 @@ class _AllReduceRun(StrategyRun):
     # Steps.
 
     def _after_backward(self, reduction: ReductionPass) -> None:
-        self.reductions += 1  # note_reduction() in line: this runs in every step
         if self.uneven.rates is not None:
             self.uneven.note_rates()
         self._finish(reduction)
+        self.reductions += 1  # note_reduction() in line: this runs in every step
         if len(reduction.arrivals) not in self._arrivals and self.communicator.size > 1:
             self._arrivals.add(len(reduction.arrivals))
             self._check_parameters()

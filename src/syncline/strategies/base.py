@@ -334,6 +334,8 @@ class StrategyRun(Run):
     @property
     def elastic_refusal(self) -> str:
         """Why the run cannot continue with another team of an elastic job; empty if it can."""
+        if self.asynchronous:
+            return f"{self.strategy!r} survives the loss of a worker, but no worker can join: leave --restart out"
         return f"{self.strategy!r} needs the same workers from its start to its end: leave --elastic out"
 
     @property
@@ -501,9 +503,11 @@ class StrategyRun(Run):
 
         The batches of lost workers are dealt again, unless a complete step has counted them.
         """
-        untrained = not change.trained or self.counted_steps == self._counted_at_batch
-        lost = change.lost if untrained else ()
-        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, self._untrained_batches))
+        counted = self.counted_steps != self._counted_at_batch
+        lost = () if change.trained and counted else change.lost
+        # A worker that has run out of data has no share of the current global batch.
+        untrained = (0 if counted else self._untrained_batches) + self.uneven.waits
+        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, untrained))
 
     def newcomer_state(self) -> dict[str, Any]:
         """The state of this worker that a newcomer starts from."""
@@ -559,11 +563,11 @@ class StrategyRun(Run):
         elastic = self.world.elastic
         if elastic is None:
             return
+        if self.elastic_refusal and (elastic.joining or not self.asynchronous):
+            raise IncompatibleError(self.elastic_refusal)
         if not elastic.joining:
             self.use_team()
             self.readers.regroup(self.communicator.rank, self.communicator.size, ())
-        elif self.elastic_refusal:
-            raise IncompatibleError(f"this worker cannot join: {self.elastic_refusal}")
         else:  # a newcomer takes over the state where the loop over the data begins
             self.readers.before_first_batch = lambda: elastic.enter(self.world)
 

@@ -38,6 +38,8 @@ class UnevenData:
         self.schedulers = Schedulers(run.optimizer, run.settings.schedulers)
         self.weight = (1.0, False)
         """The latest arguments of `set_weight`."""
+        self.waits = False
+        """Whether this worker has run out of data, and takes part in the others' rounds."""
         self.rates: list[list[float]] | None = None
         """The learning rates at each reduction of an uneven epoch; None outside such an epoch."""
 
@@ -79,13 +81,7 @@ class UnevenData:
 
         For strategies in which all workers have the same weights. The source took part in every step with data.
         """
-        run, missed = self._run, 0
-        while run.join_idle():
-            missed += 1
-            if run.between_steps(missed):
-                raise self._continue_epoch()
-        if run.epoch_continues:
-            raise self._continue_epoch()
+        missed = self._join_others()
         table = self._missed_steps(missed)
         self._check_rates(max(table) - missed)
         self._copy_weights(missed, table)
@@ -116,11 +112,7 @@ class UnevenData:
         For strategies in which each worker keeps its own weights.
         """
         run = self._run
-        while run.join_idle():
-            if run.between_steps():
-                raise self._continue_epoch()
-        if run.epoch_continues:
-            raise self._continue_epoch()
+        self._join_others()
         steps = self._steps_of_all()
         self._check_rates(run.stats.steps - min(steps))
         self._copy_rates(steps)
@@ -151,10 +143,22 @@ class UnevenData:
                 scheduler.load_state_dict(saved)
             run.stats.steps = steps[root]
 
-    def _continue_epoch(self) -> EpochContinues:
-        """The team has changed since this worker had run out of data: it continues as its loop over the data says."""
-        self._run.epoch_continues = False
-        return EpochContinues()
+    def _join_others(self) -> int:
+        """Join the others' rounds until all have run out. Returns their number.
+
+        If the team has changed meanwhile, this worker returns to its loop: data may have been dealt to it.
+        """
+        run, missed, continues, self.waits = self._run, 0, False, True
+        try:
+            while not continues and run.join_idle():
+                missed += 1
+                continues = run.between_steps(missed)
+        finally:
+            self.waits = False
+        continues, run.epoch_continues = continues or run.epoch_continues, False
+        if continues:
+            raise EpochContinues
+        return missed
 
     def _check_rates(self, later: int) -> None:
         """Compare the learning rates of the last reduction with all workers, `later` reductions before the last."""

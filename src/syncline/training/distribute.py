@@ -110,8 +110,12 @@ def distribute(
     broadcast_tensors(communicator, [*model.parameters(), *model.buffers()])
     _warn_of_local_norms(model, world)
     run = built.attach(model, optimizers[0], communicator, settings)
+    try:
+        run.start_in_team()
+    except BaseException:  # no hook of a run that is refused stays behind
+        run.release()
+        raise
     world.runs.append(run)
-    run.start_in_team()
     return run
 
 

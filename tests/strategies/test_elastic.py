@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from syncline.testing import hunt_cases
 from syncline.transports.faults import Fault, Join
 from syncline.transports.simulated import kill_rank
 from syncline.world import Simulation, World
+from tests.data.cases import Numbers
 from tests.hunting import seeds
 
 WORKERS = 4
@@ -59,7 +59,7 @@ def train(world: World, strategy: str, codec: str | None, samples: int, victims:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     trained = []
     with sl.distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="auto") as run:
-        loader: DataLoader[Any] = DataLoader(list(range(samples)), batch_size=4, shuffle=True)
+        loader = DataLoader(Numbers(samples), batch_size=4, shuffle=True)
         before = model.weight.detach().clone()
         for _ in range(2):
             for batch in run.shard(loader):
@@ -158,11 +158,11 @@ def test_a_resize_callback_sees_old_and_new_numbers() -> None:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = sl.distribute(model, optimizer, algorithm="ring", on_resize=lambda old, new: calls.append((old, new)))
-        for step, batch in enumerate(run.shard(DataLoader(torch.zeros(48, 1), batch_size=2))):
+        for step, batch in enumerate(run.shard(DataLoader(Numbers(48), batch_size=2))):
             if step == 2 and member_of(world) == 0:
                 kill_rank(world.transport)
             world.compute(0.1)
-            model(batch).sum().backward()
+            model(batch.view(-1, 1).float()).sum().backward()
             optimizer.step()
         run.close()
         return calls

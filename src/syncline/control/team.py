@@ -81,7 +81,7 @@ class TeamFormation:
         timeout_s: float,
     ) -> None:
         self.member = member
-        self.log = ControlLog(store, runtime.now)
+        self.log = ControlLog(store)
         self._store = store
         self._runtime = runtime
         self._lost = lost

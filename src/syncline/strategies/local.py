@@ -230,6 +230,10 @@ class LocalRun(AveragingRun):
         self.stats.sent(nbytes, nbytes)
         self.average(tensors)
 
+    @property
+    def elastic_refusal(self) -> str:
+        return ""
+
     def use_team(self) -> None:
         super().use_team()
         if self._reducer is not None:

@@ -195,10 +195,6 @@ class AveragingRun(LocalWeightsRun):
         super().setup()
         self.deltas = DeltaReducer(self.model, self.communicator, self.settings)
 
-    @property
-    def elastic_refusal(self) -> str:
-        return ""
-
     def use_team(self) -> None:
         self.deltas.rebind()
 

@@ -246,11 +246,7 @@ class World:
 
     def rebind(self, transport: Transport, members: Sequence[int]) -> None:
         """Continue with another team on this channel. Groups of the runs are rebound by their communicators."""
-        transport.members = tuple(members)
-        environment = replace(self.environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
-        hosts, lanes = [self.host], 1
-        if transport.size > 1:
-            hosts, lanes, _ = exchange_introductions(transport, environment, self.check)
+        _, hosts, lanes = _meet_team(transport, members, self.environment, self.check)
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.rank, self.size = transport.rank, transport.size
         self.hosts = tuple(hosts)
@@ -498,20 +494,32 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
     return world
 
 
+def _meet_team(
+    transport: Transport, members: Sequence[int], environment: Environment, check: bool
+) -> tuple[Environment, list[str], int]:
+    """This process's environment in a new team, the hosts of its members, and the number of lanes."""
+    transport.members = tuple(members)
+    place = replace(environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
+    hosts, lanes = [environment.host], 1
+    if transport.size > 1:
+        hosts, lanes, _ = exchange_introductions(transport, place, check)
+    return place, hosts, lanes
+
+
 def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeout: float) -> World:
     """The world of a member of an elastic job."""
     connector = elastic.connector
     try:
         if elastic.joining:
-            transport: Transport = SingleTransport(connector.runtime, timeout)
-            world = World(replace(environment, rank=0, size=1, local_rank=0, local_size=1), transport, ["?"], check)
+            alone = replace(environment, rank=0, size=1, local_rank=0, local_size=1)
+            world = World(alone, SingleTransport(connector.runtime, timeout), [environment.host], check)
             team = elastic.formation.latest()
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:
             transport = elastic.start()
-            place = replace(environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
-            world = World(place, transport, ["?"] * transport.size, check)
-            world.rebind(transport, elastic.team.members)
+            place, hosts, lanes = _meet_team(transport, elastic.team.members, environment, check)
+            world = World(place, transport, hosts, check, lanes)
+            world.local_size = hosts.count(environment.host)
     except BaseException:
         connector.close()
         raise

@@ -42,7 +42,7 @@ def test_version(option: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("run -n 2 --strategy ssp x.py", "sl.distribute(model, optimizer, strategy="),
         ("run -n 2 --epochs 3 x.py", "options of the script come after its name"),
         ("run -n 2 --server 1 x.py", "did you mean --servers?"),
-        ("run -n 2 --on-failure Stop x.py", "did you mean 'stop'? available: 'continue', 'stop'"),
+        ("run -n 2 --on-failure Stop x.py", "did you mean 'stop'? available: 'continue', 'restart', 'stop'"),
         ("train", "syncline train: missing: WORKLOAD|script.py; for example: syncline train digits -n 4"),
         ("train digits fashion", "unexpected argument 'fashion'"),
         ("train digits --learning-rate 1", "write --lr"),

@@ -59,17 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     if why is None:
         enter_network(job, ["status", str(folder.absolute()), *(f"--{name}" for name in options)])
         try:
-            store = open_job_store(folder, job)
-            for status in read_status(store):
+            for status in read_status(job, open_job_store(folder, job)):
                 _print(folder, job, status, arguments)
                 if not arguments.watch:
                     return 0
         except WorldError as error:
             why = str(error)
-        except RuntimeError:  # of the store
-            why = why_not_running(folder, read_job(folder)) or f"the job in {folder} does not answer any more"
+        except RuntimeError:  # its store has gone meanwhile
+            pass
         except KeyboardInterrupt:
             return 0
+        ended = why_not_running(folder, read_job(folder))
+        why = ended or why or f"the job in {folder} does not answer any more"
     print(json.dumps({"running": False, "reason": why}) if arguments.json else why)
     return NOT_RUNNING
 

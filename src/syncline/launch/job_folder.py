@@ -150,15 +150,28 @@ def enter_network(job: JobRecord, words: Sequence[str]) -> None:
         return
     sys.stdout.flush()
     command = [*job.enter, sys.executable, "-m", "syncline", *words]
-    os.execvpe(command[0], command, {**os.environ, ENTERED_VARIABLE: "1"})
+    # The lab has no DNS, and c10d warns about each address that it cannot resolve.
+    os.execvpe(command[0], command, {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, ENTERED_VARIABLE: "1"})
+
+
+def answers(job: JobRecord) -> bool:
+    """Whether the store of the job can be reached.
+
+    It is asked before torch is: torch retries for a long time, and writes a C++ trace for each call that fails.
+    """
+    try:
+        socket.create_connection((job.address, job.port), ANSWER_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def open_job_store(folder: Path, job: JobRecord) -> BoundedStore:
     """Connect to the store of the job, within a bounded time."""
     place = f"{job.address}:{job.port}"
     try:
-        # torch retries for a long time, so this is tried first.
-        socket.create_connection((job.address, job.port), ANSWER_TIMEOUT_S).close()
+        if not answers(job):
+            raise ConnectionRefusedError(place)
         store = bounded(join_store(job.address, job.port, ANSWER_TIMEOUT_S), ANSWER_TIMEOUT_S)
         run_id = store.get(RUN_ID_KEY).decode() if store.check([RUN_ID_KEY]) else ""
     except (OSError, RuntimeError, ValueError) as error:

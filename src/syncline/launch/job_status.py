@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.environment.lost_after import LEFT
 from syncline.launch.elastic import STORE_PREFIX, open_control_log, started_members
+from syncline.launch.job_folder import JobRecord, answers
 from syncline.launch.process_events import ProcessEvents
 
 if TYPE_CHECKING:
@@ -124,11 +125,11 @@ class JobReader:
         return None if beat in ("", LEFT) else now - self._seen[member][1]
 
 
-def read_status(store: BoundedStore) -> Iterator[JobStatus]:
-    """The state of a job, again and again."""
+def read_status(job: JobRecord, store: BoundedStore) -> Iterator[JobStatus]:
+    """The state of a job, again and again while it answers."""
     reader = JobReader(store)
     reader.read()
     time.sleep(SAMPLE_S)
-    while True:
+    while answers(job):
         yield reader.read()
         time.sleep(WATCH_EVERY_S)

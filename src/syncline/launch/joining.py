@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -14,8 +13,8 @@ from syncline.environment.base import check_versions, package_version
 from syncline.errors import IncompatibleError, WorldError
 from syncline.launch.elastic import draw_member, open_control_log, started_members
 from syncline.launch.job_folder import (
-    RUN_ID_KEY,
     JobRecord,
+    answers,
     enter_network,
     open_job_store,
     read_job,
@@ -71,7 +70,7 @@ def _full(members: int, job: JobRecord) -> str:
 def _run(job: JobRecord, store: BoundedStore, program: Program) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    events = ProcessEvents(store)
+    events = _LosableEvents(job, store)
     with OutputForwarder(sys.stdout.buffer, sys.stderr.buffer) as output:
 
         def say(text: str) -> None:
@@ -81,7 +80,7 @@ def _run(job: JobRecord, store: BoundedStore, program: Program) -> int:
         rank = JoiningRank(job, store, program)
         supervisor = Supervisor(
             LocalProcesses([program], output),
-            _LosableEvents(store),
+            events,
             ranks=1,
             policy="stop",
             say=say,
@@ -92,16 +91,19 @@ def _run(job: JobRecord, store: BoundedStore, program: Program) -> int:
         code = supervisor.run()
         if supervisor.ended_early is not None:
             say(supervisor.ended_early)
-        with contextlib.suppress(RuntimeError):  # the job has ended
-            rank.record_end(events, supervisor.failure)
+        rank.record_end(events, supervisor.failure)
     return code
 
 
 class _LosableEvents(ProcessEvents):
     """Events of a rank that may outlive its job and the job's store."""
 
+    def __init__(self, job: JobRecord, store: BoundedStore) -> None:
+        super().__init__(store)
+        self._job = job
+
     def post_dead(self, ended: ProcessExit) -> None:
-        with contextlib.suppress(RuntimeError):
+        if answers(self._job):
             super().post_dead(ended)
 
 
@@ -110,7 +112,6 @@ class JoiningRank(FixedRanks):
 
     def __init__(self, job: JobRecord, store: BoundedStore, program: Program) -> None:
         self._job = job
-        self._store = store
         self._program = program
         self._log = open_control_log(store)
         self._full: str | None = None
@@ -133,7 +134,7 @@ class JoiningRank(FixedRanks):
     def record_end(self, events: ProcessEvents, failure: ProcessExit | None) -> None:
         """Write how the rank has ended, for the supervisor and for the other ranks."""
         ended = failure or self._ended
-        if ended is None:
+        if ended is None or not answers(self._job):
             return
         left = self._job.saves and ended.code == STOPPED
         if ended.failed and failure is None and not left:  # ended by a signal to this command
@@ -146,10 +147,8 @@ class JoiningRank(FixedRanks):
         now = time.monotonic()
         if self._full is None and now - self._asked > CHECK_EVERY_S:
             self._asked = now
-            try:
-                self._store.check([RUN_ID_KEY])
-                self._answered = time.monotonic()
-            except RuntimeError:
-                if now - self._answered > JOB_GONE_S:
-                    return f"the job has not answered for {JOB_GONE_S:.0f} s: it has ended, or this host is cut off"
+            if answers(self._job):
+                self._answered = now
+            elif now - self._answered > JOB_GONE_S:
+                return f"the job has not answered for {JOB_GONE_S:.0f} s: it has ended, or this host is cut off"
         return self._full

@@ -41,6 +41,8 @@ def test_version(option: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("run --nproc-per-node 2 x.py", "unknown option --nproc-per-node; write -n N"),
         ("run -n 2 --strategy ssp x.py", "sl.distribute(model, optimizer, strategy="),
         ("run -n 2 --epochs 3 x.py", "options of the script come after its name"),
+        ("run -n 2 --max-restarts 3 x.py", "write --elastic MIN:MAX --restart K"),
+        ("status", "missing: FOLDER; for example: syncline status runs/"),
         ("run -n 2 --server 1 x.py", "did you mean --servers?"),
         ("run -n 2 --on-failure Stop x.py", "did you mean 'stop'? available: 'continue', 'restart', 'stop'"),
         ("train", "syncline train: missing: WORKLOAD|script.py; for example: syncline train digits -n 4"),

@@ -32,6 +32,8 @@ __all__ = ["configure", "run"]
 SLURM = "slurm"
 HINTS = {
     **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--np", "--num-workers", "--workers"), "write -n N"),
+    **dict.fromkeys(("--max-restarts", "--max_restarts", "--restarts"), "write --elastic MIN:MAX --restart K"),
+    **dict.fromkeys(("--nnodes", "--min-np", "--max-np", "--min", "--max"), "write --elastic MIN:MAX"),
     **dict.fromkeys(("--host", "-H", "--hostfile", "--machinefile"), "write --hosts a:2,b:2"),
     **dict.fromkeys(
         ("--strategy", "--codec", "--collective"),

@@ -48,6 +48,7 @@ HINTS = {
     **dict.fromkeys(("--batch-size", "--batch_size"), "write --batch"),
     **dict.fromkeys(("--algorithm", "--allreduce"), "write --collective"),
     **dict.fromkeys(("--compression", "--compress"), "write --codec"),
+    "--folder": "write --out",
     "--checkpoint": "write --checkpoint-every STEPS, or --resume auto to continue",
 }
 

@@ -249,7 +249,7 @@ def _supervise(
     if job.elastic is None or job.folder is None:
         return supervisor.run()
     if job.announce or sys.stderr.isatty():
-        say(f"syncline status {job.folder} shows the workers; syncline join {job.folder} adds one")
+        say(f"to see the workers: syncline status {job.folder}; to add one: syncline join {job.folder}")
     record = JobRecord.of(programs, job.elastic, saves=job.saves)
     events.store.set(RUN_ID_KEY, record.environment[RUN_ID_VARIABLE])
     write_job(job.folder, record)

@@ -58,7 +58,7 @@ class Started:
         self.ends = [ended(int(name.removeprefix("rank ")), 130 if ranks_only else -number) for name in self.programs]
 
     def kill(self, name: str) -> None:
-        return
+        self.ends.append(ended(int(name.removeprefix("rank "))))
 
     def close(self) -> None:
         return
@@ -207,6 +207,27 @@ def test_no_restart_after_a_rank_has_ended_well() -> None:
     assert job.ranks.shortage() is None, "one has ended well, and one waited for its restart"
 
 
+def test_rank_that_waits_for_a_team_is_ended_with_the_others() -> None:
+    """Nobody is left who could take it in."""
+    job = Job(ElasticLimits(1, 3, restarts=1), 3)
+    job.lose(2)
+    job.log.append("team", team=[0, 1], generation=2)
+    assert job.at(1.0) == ["rank 0", "rank 1", "rank 3"]
+    job.ranks.record_exit(ended(0, 0))
+    assert job.ranks.drop_unneeded() == [], "rank 1 is still at work"
+    job.ranks.record_exit(ended(1, 0))
+    assert job.ranks.drop_unneeded() == ["rank 3"]
+    assert job.ranks.drop_unneeded() == []
+    assert job.said == ["rank 3 is not needed any more: the others have ended well"]
+
+
+def test_rank_in_the_team_may_finish_after_the_others() -> None:
+    job = Job(ElasticLimits(1, 2), 2)
+    job.log.append("team", team=[1, 0], generation=2)
+    job.ranks.record_exit(ended(0, 0))
+    assert job.ranks.drop_unneeded() == []
+
+
 def test_joined_ranks_count() -> None:
     """They count for the minimum and the maximum, and a joined rank that is silent is recorded as lost."""
     job = Job(ElasticLimits(2, 2, restarts=1), 2)
@@ -250,6 +271,14 @@ def test_job_ends_with_fewer_ranks_than_its_minimum(saves: bool, sent: tuple[int
         "1 rank is left of 3, and the job needs at least 2: it ends",
     ]
     assert job.processes.signals[0] == sent
+
+
+def test_unneeded_rank_does_not_make_the_job_fail() -> None:
+    job = Job(ElasticLimits(1, 2), 2)
+    job.log.append("team", team=[0], generation=2)
+    job.processes.ends = [ended(0, 0)]
+    code = Supervisor(job.processes, job.events, 2, policy="continue", say=job.said.append, elastic=job.ranks).run()
+    assert (code, job.said) == (0, ["rank 1 is not needed any more: the others have ended well"])
 
 
 def test_all_ranks_lost_at_once_end_the_job() -> None:

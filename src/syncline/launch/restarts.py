@@ -11,6 +11,7 @@ When a rank has ended well, the job is about to end, and no rank is started agai
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections import defaultdict
@@ -20,7 +21,7 @@ from typing import Literal
 
 from syncline.errors import WorldError
 from syncline.launch.elastic import MEMBERS_KEY, ElasticLimits, bounded, draw_member, open_control_log
-from syncline.launch.process_events import STORE_TIMEOUT_S, ProcessEvents
+from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import ErrorReport, Processes, ProcessExit, format_names
 from syncline.launch.programs import LOCALHOST, Program, newcomer_program
 
@@ -31,6 +32,8 @@ HOST_FAILURES, HOST_FAILURES_WITHIN_S = 3, 600.0
 JOINED_TIMEOUT_S = 20.0
 """Seconds that ranks that have joined have to end after the ranks of the launcher have ended well."""
 READ_LOG_EVERY_S = 1.0
+OWN_STORE_TIMEOUT_S = 600.0
+"""Timeout in seconds of a call to the store, which this process serves itself; it may be suspended for a while."""
 
 
 class FixedRanks:
@@ -56,6 +59,10 @@ class FixedRanks:
     def expects_more(self) -> bool:
         """Whether the job goes on although none of its running ranks belongs to this launcher."""
         return False
+
+    def drop_unneeded(self) -> list[str]:
+        """The names of ranks that wait for a team although all others have ended well. They are not needed any more."""
+        return []
 
     def joined(self) -> list[str]:
         """The names of running ranks that other processes have started."""
@@ -99,13 +106,15 @@ class ElasticRanks(FixedRanks):
         self._limits = limits
         self._say = say
         self._clock = clock
-        self._store = bounded(events.store, STORE_TIMEOUT_S)
+        self._store = bounded(events.store, OWN_STORE_TIMEOUT_S)
         self._log = open_control_log(self._store)
         self._slots = [_Slot(program, program.rank) for program in programs if program.rank is not None]
         self._own = {slot.member for slot in self._slots}
         self._joined: dict[int, str] = {}
         """Running ranks that other processes have started, with their hosts."""
         self._joined_done = 0
+        self._team: set[int] = set()
+        """The members of the latest team that the ranks have formed."""
         self._log_read = clock()
         self._waiting_since: float | None = None
         self._failures: defaultdict[str, list[float]] = defaultdict(list)
@@ -210,8 +219,10 @@ class ElasticRanks(FixedRanks):
         return sum(when >= since for when in self._failures[host]) >= HOST_FAILURES
 
     def _read_log(self) -> None:
-        """Learn which ranks have joined, and which of these have ended."""
+        """Learn which team has formed, which ranks have joined, and which of these have ended."""
         for entry in self._log.read():
+            if entry.kind == "team":
+                self._team = set(entry.fields.get("team", ()))
             member = entry.fields.get("member")
             if member in self._own or not isinstance(member, int):
                 continue
@@ -222,6 +233,19 @@ class ElasticRanks(FixedRanks):
                 self._joined_done += entry.fields.get("code") == 0
                 self._lost += entry.fields.get("code") != 0
                 self._say(f"rank {member}, which had joined, has ended: {entry.fields.get('reason')}")
+
+    def drop_unneeded(self) -> list[str]:
+        if not self._finishing:
+            return []
+        self._read_log()
+        running = [slot for slot in self._slots if slot.state == "running"]
+        present = {slot.member for slot in running} | set(self._joined)
+        if not self._team or present & self._team:
+            return []
+        for slot in running:
+            self._say(f"rank {slot.member} is not needed any more: the others have ended well")
+            self.record_exit(ProcessExit(name=f"rank {slot.member}", rank=slot.member, code=-signal.SIGKILL))
+        return [f"rank {slot.member}" for slot in running]
 
     def joined(self) -> list[str]:
         return [f"rank {member}" for member in self._joined]

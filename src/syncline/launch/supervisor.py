@@ -223,6 +223,10 @@ class Supervisor:
             self._kill_silent(now)
         if self._ending_since is None:
             self._ranks_left += self._elastic.start_due(self._processes, self._signalled)
+            for name in self._elastic.drop_unneeded():
+                self._lost.add(name)
+                self._ranks_left -= 1
+                self._processes.kill(name)
             if self._too_few_left():
                 self._request_end_of_ranks(signal.SIGTERM, now)
         if self._tick is not None and self._ending_since is None:

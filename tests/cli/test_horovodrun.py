@@ -19,7 +19,7 @@ from syncline.cli import horovodrun, placement
 from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.launch import start
-from syncline.launch.elastic import ElasticLimits
+from syncline.launch.elastic import ElasticOptions
 from syncline.launch.programs import Host, LaunchHost, forwarded_variables, rank_programs
 from syncline.launch.start import Job
 from tests.launch.runs import PRELUDE, Runs, wait_for
@@ -165,13 +165,13 @@ def test_where_ranks_go(started: dict[str, Any], script: Path) -> None:
 
 
 def test_min_np_and_max_np_make_an_elastic_job(started: dict[str, Any]) -> None:
-    def limits(*words: str) -> tuple[str, ElasticLimits | None]:
+    def limits(*words: str) -> tuple[str, ElasticOptions | None]:
         horovodrun.run(parsed(*words, "python", "train.py"))
         return started["job"].policy, started["job"].elastic
 
-    assert limits("-np", "4", "--min-np", "2", "--max-np", "8") == ("continue", ElasticLimits(2, 8, restarts=3))
-    assert limits("-np", "4", "--min-np", "2") == ("continue", ElasticLimits(2, 4, restarts=3))
-    assert limits("--min-np", "2", "--max-np", "3") == ("continue", ElasticLimits(2, 3, restarts=3))
+    assert limits("-np", "4", "--min-np", "2", "--max-np", "8") == ("continue", ElasticOptions(2, 8, restarts=3))
+    assert limits("-np", "4", "--min-np", "2") == ("continue", ElasticOptions(2, 4, restarts=3))
+    assert limits("--min-np", "2", "--max-np", "3") == ("continue", ElasticOptions(2, 3, restarts=3))
     assert limits("-np", "4", "--min-np", "4", "--max-np", "4") == ("stop", None)
 
 

@@ -12,7 +12,7 @@ import pytest
 from syncline.cli import lab, placement, run
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.launch import machine, start
-from syncline.launch.elastic import ElasticLimits
+from syncline.launch.elastic import ElasticOptions
 from syncline.launch.lab import Lab
 
 
@@ -103,7 +103,7 @@ def test_elastic_options(line: str, restarts: int, folder: str, monkeypatch: pyt
 
     monkeypatch.setattr(placement, "run_here", run_here)
     assert run.run(parsed("-n", "2", *line.split(), "train.py")) == 7
-    assert (jobs[0].elastic, jobs[0].policy) == (ElasticLimits(1, 4, restarts), "continue")
+    assert (jobs[0].elastic, jobs[0].policy) == (ElasticOptions(1, 4, restarts), "continue")
     assert str(jobs[0].folder).startswith(folder)
     assert jobs[0].silence_limit == "10"
 

@@ -18,7 +18,7 @@ from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.events import read_log
 from syncline.launch import start
-from syncline.launch.elastic import ElasticLimits
+from syncline.launch.elastic import ElasticOptions
 from tests.launch.runs import Run, Runs, wait_for
 
 CONVEX = "regression(features=4, samples=256)"
@@ -168,7 +168,7 @@ def test_servers_and_what_a_loss_means_reach_the_launcher(tmp_path: Path, monkey
         (0, "stop", 0),
         (0, "continue", 0),
     ]
-    assert (started[-1].elastic, started[-1].folder) == (ElasticLimits(1, 4, restarts=3), Path("a"))
+    assert (started[-1].elastic, started[-1].folder) == (ElasticOptions(1, 4, restarts=3), Path("a"))
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from syncline.control import LogEntry
 from syncline.environment.lost_after import ALIVE
-from syncline.launch.elastic import ElasticLimits, bounded, open_control_log
+from syncline.launch.elastic import ElasticOptions, bounded, open_control_log
 from syncline.launch.job_folder import JobRecord, enter_network
 from syncline.launch.job_status import JobReader
 from syncline.launch.process_events import serve_store
@@ -59,7 +59,7 @@ def test_members_with_team_rate_and_heartbeat() -> None:
 def test_status_of_a_lab_is_read_inside_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command starts itself again there, once."""
     [[program]] = rank_programs([LaunchHost(name="lab0", slots=1, enter=("nsenter", "--net=x"))], ["train.py"], PLACE)
-    job = JobRecord.of([program], ElasticLimits(1, 2), saves=False)
+    job = JobRecord.of([program], ElasticOptions(1, 2), saves=False)
     calls: list[list[str]] = []
 
     def execvpe(file: str, command: list[str], environ: dict[str, str]) -> None:

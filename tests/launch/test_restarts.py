@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from syncline.errors import WorldError
-from syncline.launch.elastic import ElasticLimits, bounded, draw_member, open_control_log
+from syncline.launch.elastic import ElasticOptions, bounded, draw_member, open_control_log
 from syncline.launch.process_events import ProcessEvents, serve_store
 from syncline.launch.processes import ProcessExit, ProcessState
 from syncline.launch.programs import LaunchHost, Program, rank_programs
@@ -71,7 +71,7 @@ def ended(member: int, code: int = -9) -> ProcessExit:
 class Job:
     """An elastic job on hosts `a`, `b`, … with these numbers of ranks."""
 
-    def __init__(self, limits: ElasticLimits, *slots: int) -> None:
+    def __init__(self, limits: ElasticOptions, *slots: int) -> None:
         hosts = [LaunchHost(name="abc"[number], slots=count) for number, count in enumerate(slots)]
         programs = [one for each in rank_programs(hosts, ["x.py"], {}, elastic=True) for one in each]
         self.now = 0.0
@@ -103,7 +103,7 @@ class Job:
 
 
 def test_restarts_wait_longer_each_time_and_are_limited() -> None:
-    job = Job(ElasticLimits(1, 2, restarts=3), 2)
+    job = Job(ElasticOptions(1, 2, restarts=3), 2)
     assert job.lose(1) == "it is started again in 1 s (restart 1 of 3)"
     assert job.at(0.9) == ["rank 0"]
     assert job.at(1.0) == ["rank 0", "rank 2"]
@@ -122,7 +122,7 @@ def test_restarts_wait_longer_each_time_and_are_limited() -> None:
 
 
 def test_delay_has_a_limit() -> None:
-    job = Job(ElasticLimits(1, 1, restarts=9), 1)
+    job = Job(ElasticOptions(1, 1, restarts=9), 1)
     for member in range(9):
         job.lose(member)
         assert job.at(60.0 * (member + 1)) == [f"rank {member + 1}"]
@@ -130,7 +130,7 @@ def test_delay_has_a_limit() -> None:
 
 
 def test_log_has_starts_and_ends_in_order() -> None:
-    job = Job(ElasticLimits(1, 3, restarts=1), 1, 1)
+    job = Job(ElasticOptions(1, 3, restarts=1), 1, 1)
     job.lose(1)
     job.at(1.0)
     job.ranks.record_exit(ended(0, 0))
@@ -146,7 +146,7 @@ def test_log_has_starts_and_ends_in_order() -> None:
 
 
 def test_newcomer_has_a_world_of_its_own_and_its_place() -> None:
-    job = Job(ElasticLimits(1, 3, restarts=1), 1, 2)
+    job = Job(ElasticOptions(1, 3, restarts=1), 1, 2)
     job.lose(2)
     job.at(1.0)
     program = job.processes.programs["rank 3"]
@@ -157,7 +157,7 @@ def test_newcomer_has_a_world_of_its_own_and_its_place() -> None:
 
 
 def test_failing_host_is_used_if_no_other_has_a_place() -> None:
-    job = Job(ElasticLimits(1, 2, restarts=5), 1, 1)
+    job = Job(ElasticOptions(1, 2, restarts=5), 1, 1)
     for member in range(1, 6):
         job.lose(member)
         job.at(100.0 * member)
@@ -166,7 +166,7 @@ def test_failing_host_is_used_if_no_other_has_a_place() -> None:
 
 
 def test_rank_moves_from_a_failing_host_to_a_free_place() -> None:
-    job = Job(ElasticLimits(1, 3, restarts=2), 2, 1)
+    job = Job(ElasticOptions(1, 3, restarts=2), 2, 1)
     now = 0.0
     for member in (2, 3, 4):  # the place on host b is free for good, with failures that are long past
         job.lose(member)
@@ -187,7 +187,7 @@ def test_rank_moves_from_a_failing_host_to_a_free_place() -> None:
 
 
 def test_failed_start_counts_as_a_restart() -> None:
-    job = Job(ElasticLimits(1, 2, restarts=1), 2)
+    job = Job(ElasticOptions(1, 2, restarts=1), 2)
     job.lose(1)
     job.processes.fault = "cannot start rank 2: no memory"
     assert job.at(1.0) == ["rank 0"]
@@ -198,7 +198,7 @@ def test_failed_start_counts_as_a_restart() -> None:
 
 
 def test_no_restart_after_a_rank_has_ended_well() -> None:
-    job = Job(ElasticLimits(2, 3, restarts=3), 3)
+    job = Job(ElasticOptions(2, 3, restarts=3), 3)
     job.lose(1)
     job.ranks.record_exit(ended(0, 0))
     assert job.lose(2) == ""
@@ -209,7 +209,7 @@ def test_no_restart_after_a_rank_has_ended_well() -> None:
 
 def test_rank_that_waits_for_a_team_is_ended_with_the_others() -> None:
     """Nobody is left who could take it in."""
-    job = Job(ElasticLimits(1, 3, restarts=1), 3)
+    job = Job(ElasticOptions(1, 3, restarts=1), 3)
     job.lose(2)
     job.log.append("team", team=[0, 1], generation=2)
     assert job.at(1.0) == ["rank 0", "rank 1", "rank 3"]
@@ -222,7 +222,7 @@ def test_rank_that_waits_for_a_team_is_ended_with_the_others() -> None:
 
 
 def test_rank_in_the_team_may_finish_after_the_others() -> None:
-    job = Job(ElasticLimits(1, 2), 2)
+    job = Job(ElasticOptions(1, 2), 2)
     job.log.append("team", team=[1, 0], generation=2)
     job.ranks.record_exit(ended(0, 0))
     assert job.ranks.drop_unneeded() == []
@@ -230,7 +230,7 @@ def test_rank_in_the_team_may_finish_after_the_others() -> None:
 
 def test_joined_ranks_count() -> None:
     """They count for the minimum and the maximum, and a joined rank that is silent is recorded as lost."""
-    job = Job(ElasticLimits(2, 2, restarts=1), 2)
+    job = Job(ElasticOptions(2, 2, restarts=1), 2)
     job.lose(0)
     job.join()
     assert job.at(1.0) == ["rank 1"], "the job is full"
@@ -248,7 +248,7 @@ def test_joined_ranks_count() -> None:
 
 
 def test_joined_rank_that_does_not_end_is_not_waited_for_forever() -> None:
-    job = Job(ElasticLimits(1, 2), 1)
+    job = Job(ElasticOptions(1, 2), 1)
     job.join()
     job.ranks.record_exit(ended(0, 0))
     assert job.ranks.expects_more()
@@ -259,7 +259,7 @@ def test_joined_rank_that_does_not_end_is_not_waited_for_forever() -> None:
 @pytest.mark.parametrize(("saves", "sent"), [(False, (signal.SIGTERM, False)), (True, (signal.SIGINT, True))])
 def test_job_ends_with_fewer_ranks_than_its_minimum(saves: bool, sent: tuple[int, bool]) -> None:
     """The others are asked to end, and ranks that save may do so."""
-    job = Job(ElasticLimits(2, 3), 3)
+    job = Job(ElasticOptions(2, 3), 3)
     job.processes.ends = [ended(0, 3), ended(2)]
     code = Supervisor(
         job.processes, job.events, 3, policy="continue", say=job.said.append, saves=saves, elastic=job.ranks
@@ -274,7 +274,7 @@ def test_job_ends_with_fewer_ranks_than_its_minimum(saves: bool, sent: tuple[int
 
 
 def test_unneeded_rank_does_not_make_the_job_fail() -> None:
-    job = Job(ElasticLimits(1, 2), 2)
+    job = Job(ElasticOptions(1, 2), 2)
     job.log.append("team", team=[0], generation=2)
     job.processes.ends = [ended(0, 0)]
     code = Supervisor(job.processes, job.events, 2, policy="continue", say=job.said.append, elastic=job.ranks).run()
@@ -282,7 +282,7 @@ def test_unneeded_rank_does_not_make_the_job_fail() -> None:
 
 
 def test_all_ranks_lost_at_once_end_the_job() -> None:
-    job = Job(ElasticLimits(1, 2), 2)
+    job = Job(ElasticOptions(1, 2), 2)
     job.processes.ends = [ended(0, 3), ended(1, 3)]
     code = Supervisor(job.processes, job.events, 2, policy="continue", say=job.said.append, elastic=job.ranks).run()
     assert code == 3
@@ -290,7 +290,7 @@ def test_all_ranks_lost_at_once_end_the_job() -> None:
 
 
 def test_ranks_that_stop_on_a_signal_have_not_failed() -> None:
-    job = Job(ElasticLimits(2, 2), 2)
+    job = Job(ElasticOptions(2, 2), 2)
     job.processes.ends = [ended(0, 130), ended(1, 130)]
     code = Supervisor(
         job.processes, job.events, 2, policy="continue", say=job.said.append, saves=True, elastic=job.ranks

@@ -33,7 +33,7 @@ from syncline.cli.placement import Placement, add_placement_options
 from syncline.cli.run import check_readable
 from syncline.compat.horovod.settings import PREFIX, read
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
-from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticLimits
+from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticOptions
 from syncline.launch.mpi import why_no_mpi
 from syncline.launch.programs import LOCALHOST, Host, parse_hosts
 from syncline.launch.ssh import ssh_command
@@ -225,7 +225,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise IncompatibleError("--mpi-args and --binding-args are for mpiexec; add --mpi, or leave them out")
 
 
-def _elastic(arguments: argparse.Namespace, ranks: int) -> ElasticLimits | None:
+def _elastic(arguments: argparse.Namespace, ranks: int) -> ElasticOptions | None:
     """The limits of the options --min-np and --max-np; None if they leave the number of workers fixed."""
     minimum, maximum = arguments.min_np, arguments.max_np
     given = f"--min-np {minimum}" if minimum is not None else f"--max-np {maximum}"
@@ -239,7 +239,7 @@ def _elastic(arguments: argparse.Namespace, ranks: int) -> ElasticLimits | None:
             f"--min-np {minimum} and --max-np {maximum} with {ranks} worker{'s' * (ranks > 1)}: -np must lie between "
             "them, and --min-np be at least 1"
         )
-    return ElasticLimits(minimum, maximum, DEFAULT_RESTARTS)
+    return ElasticOptions(minimum, maximum, DEFAULT_RESTARTS)
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:

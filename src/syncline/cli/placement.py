@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from syncline.environment.lost_after import read_lost_after
 from syncline.errors import IncompatibleError, SpecError
-from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticLimits
+from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticOptions
 from syncline.launch.job_folder import fresh_job_name
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_oversubscribed
@@ -26,7 +26,7 @@ from syncline.launch.start import Job, run_by_mpiexec, run_here, run_in_lab, run
 from syncline.launch.supervisor import FailurePolicy
 from syncline.training.run_folder import RunFolder
 
-__all__ = ["Placement", "add_placement_options", "failure_policy", "read_elastic"]
+__all__ = ["Placement", "add_placement_options", "failure_policy", "read_elastic_options"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "-n": {"type": int, "dest": "ranks", "metavar": "N", "help": "number of workers"},
@@ -121,7 +121,7 @@ class Placement:
             return self.run(replace(job, folder=run_folder.path))
 
 
-def read_elastic(arguments: argparse.Namespace, ranks: int) -> ElasticLimits | None:
+def read_elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOptions | None:
     """Check the options of an elastic job and read them; None if the job is not elastic."""
     limits, restarts, policy = arguments.elastic, arguments.restart, arguments.on_failure
     if limits is None:
@@ -139,7 +139,7 @@ def read_elastic(arguments: argparse.Namespace, ranks: int) -> ElasticLimits | N
         )
     if restarts is None:
         restarts = DEFAULT_RESTARTS if policy == "restart" else 0
-    return ElasticLimits.parse(limits, ranks, restarts)
+    return ElasticOptions.parse(limits, ranks, restarts)
 
 
 def failure_policy(arguments: argparse.Namespace) -> FailurePolicy:

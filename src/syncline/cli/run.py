@@ -23,7 +23,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from syncline.cli.placement import Placement, add_placement_options, failure_policy, read_elastic
+from syncline.cli.placement import Placement, add_placement_options, failure_policy, read_elastic_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.start import Job, run_by_srun
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = Job(
         target=_target(arguments),
         policy=failure_policy(arguments),
-        elastic=read_elastic(arguments, placement.ranks),
+        elastic=read_elastic_options(arguments, placement.ranks),
         address=arguments.address,
         servers=arguments.servers,
         handlers=arguments.handlers,

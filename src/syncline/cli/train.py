@@ -32,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.cli.placement import Placement, add_placement_options, failure_policy, read_elastic
+from syncline.cli.placement import Placement, add_placement_options, failure_policy, read_elastic_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
 from syncline.training.run_folder import RunFolder, fresh_name
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     from syncline.workloads import build
 
     placement = _placement(arguments)
-    elastic = read_elastic(arguments, placement.ranks)
+    elastic = read_elastic_options(arguments, placement.ranks)
     _check_servers(arguments)
     _check_memory(arguments, placement.ranks)
     workload = build(arguments.workload)

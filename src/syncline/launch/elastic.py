@@ -25,7 +25,7 @@ DEFAULT_RESTARTS = 3
 
 
 @dataclass(frozen=True)
-class ElasticLimits:
+class ElasticOptions:
     """How many ranks a job needs and takes, and how many times the launcher starts each of them again."""
 
     minimum: int
@@ -33,11 +33,11 @@ class ElasticLimits:
     restarts: int = 0
 
     @classmethod
-    def parse(cls, text: str, ranks: int, restarts: int = 0) -> ElasticLimits:
+    def parse(cls, text: str, ranks: int, restarts: int = 0) -> ElasticOptions:
         """Parse MIN:MAX for a job that starts with `ranks` ranks.
 
-        >>> ElasticLimits.parse("2:8", ranks=4, restarts=3)
-        ElasticLimits(minimum=2, maximum=8, restarts=3)
+        >>> ElasticOptions.parse("2:8", ranks=4, restarts=3)
+        ElasticOptions(minimum=2, maximum=8, restarts=3)
         """
         found = re.fullmatch(r"(\d+):(\d+)", text)
         if found is None:
@@ -56,10 +56,10 @@ class ElasticLimits:
         return f"{self.minimum}:{self.maximum}"
 
 
-def elastic_variables(limits: ElasticLimits | None, environ: Mapping[str, str]) -> dict[str, str]:
+def elastic_variables(limits: ElasticOptions | None, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of all programs of a job. Those of an outer job, inside which it is started, are emptied.
 
-    >>> elastic_variables(ElasticLimits(2, 8), {"SYNCLINE_JOIN": "1"})
+    >>> elastic_variables(ElasticOptions(2, 8), {"SYNCLINE_JOIN": "1"})
     {'SYNCLINE_JOIN': '', 'SYNCLINE_ELASTIC': '2:8'}
     """
     inherited = {name: "" for name in ELASTIC_VARIABLES if name in environ}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.environment.base import package_version
 from syncline.errors import ProtocolError, SpecError, WorldError
-from syncline.launch.elastic import ElasticLimits, bounded
+from syncline.launch.elastic import ElasticOptions, bounded
 from syncline.launch.process_events import join_store
 from syncline.launch.programs import LOCAL_RANK_VARIABLE, LOCALHOST, Program, forwarded_variables, newcomer_program
 from syncline.training.run_folder import RunFolder
@@ -66,7 +66,7 @@ class JobRecord:
     """When it has ended, and its exit code."""
 
     @classmethod
-    def of(cls, programs: Sequence[Program], limits: ElasticLimits, *, saves: bool) -> JobRecord:
+    def of(cls, programs: Sequence[Program], limits: ElasticOptions, *, saves: bool) -> JobRecord:
         """The record of a job that this process supervises."""
         ranks = [program for program in programs if program.rank is not None]
         first = ranks[0].variables

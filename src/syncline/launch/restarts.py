@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from syncline.errors import WorldError
-from syncline.launch.elastic import MEMBERS_KEY, ElasticLimits, bounded, draw_member, open_control_log
+from syncline.launch.elastic import MEMBERS_KEY, ElasticOptions, bounded, draw_member, open_control_log
 from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import ErrorReport, Processes, ProcessExit, format_names
 from syncline.launch.programs import LOCALHOST, Program, newcomer_program
@@ -97,7 +97,7 @@ class ElasticRanks(FixedRanks):
 
     def __init__(
         self,
-        limits: ElasticLimits,
+        limits: ElasticOptions,
         programs: Sequence[Program],
         events: ProcessEvents,
         say: Callable[[str], None],

@@ -16,7 +16,7 @@ from syncline.environment.base import SAVES
 from syncline.environment.lost_after import LOST_AFTER_VARIABLE, lost_after, read_lost_after
 from syncline.errors import SpecError, UnsupportedError
 from syncline.launch.cleanup_process import clean_up_after_mpiexec
-from syncline.launch.elastic import LOST_AFTER_S, ElasticLimits, elastic_variables
+from syncline.launch.elastic import LOST_AFTER_S, ElasticOptions, elastic_variables
 from syncline.launch.job_folder import RUN_ID_KEY, RUN_ID_VARIABLE, JobRecord, write_end, write_job
 from syncline.launch.lab import Lab, LabHost
 from syncline.launch.local import WORKER, LocalProcesses
@@ -80,7 +80,7 @@ class Job:
     """Whether the ranks also get Horovod's variables, HOROVOD_RANK and others."""
     lost_after: str | None = None
     """Seconds without a heartbeat after which a program counts as lost, "0" for no limit; None for the default."""
-    elastic: ElasticLimits | None = None
+    elastic: ElasticOptions | None = None
     """The limits of an elastic job, which goes on without the ranks that fail. Its policy is "continue"."""
     folder: Path | None = None
     """The folder of an elastic job, for its `job.json`. The caller has locked it."""

@@ -122,11 +122,22 @@ def test_restarts_wait_longer_each_time_and_are_limited() -> None:
 
 
 def test_delay_has_a_limit() -> None:
-    job = Job(ElasticOptions(1, 1, restarts=9), 1)
-    for member in range(9):
+    job, now = Job(ElasticOptions(1, 1, restarts=9), 1), 0.0
+    for member, delay in enumerate((1, 2, 4, 8, 16, 32, 60, 60, 60)):
         job.lose(member)
-        assert job.at(60.0 * (member + 1)) == [f"rank {member + 1}"]
+        assert job.at(now + delay - 0.1) == []
+        now += delay
+        assert job.at(now) == [f"rank {member + 1}"]
     assert [one["after_s"] for one in job.logged("restart")] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_delay_is_short_again_after_a_healthy_time() -> None:
+    job = Job(ElasticOptions(1, 1, restarts=9), 1)
+    for member, end, start in ((0, 0.0, 1.0), (1, 1.0, 3.0), (2, 3.0, 7.0), (3, 37.0, 38.0), (4, 38.0, 40.0)):
+        job.now = end
+        job.lose(member)
+        assert job.at(start) == [f"rank {member + 1}"]
+    assert [one["after_s"] for one in job.logged("restart")] == [1, 2, 4, 1, 2]
 
 
 def test_log_has_starts_and_ends_in_order() -> None:

@@ -27,6 +27,8 @@ from syncline.launch.programs import LOCALHOST, Program, newcomer_program
 
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """Seconds before the first restart of a rank, twice as many before each further one, and at most."""
+HEALTHY_AFTER_S = 30.0
+"""Seconds after which a rank has started well: if it fails later, the delay is that of the first restart again."""
 HOST_FAILURES, HOST_FAILURES_WITHIN_S = 3, 600.0
 """A host on which so many ranks have failed within these seconds is left out, if another host has a free place."""
 JOINED_TIMEOUT_S = 20.0
@@ -87,7 +89,9 @@ class _Slot:
     state: Literal["running", "waiting", "done", "left", "lost"] = "running"
     restarts: int = 0
     delay_s: float = 0.0
+    """The delay before the latest restart."""
     due: float = 0.0
+    started: float = 0.0
 
 
 class ElasticRanks(FixedRanks):
@@ -156,7 +160,8 @@ class ElasticRanks(FixedRanks):
             slot.state = "lost"
             times = "once" if slot.restarts == 1 else f"{slot.restarts} times"
             return f"it was started again {times} already, and the others go on" if slot.restarts else ""
-        slot.delay_s = min(FIRST_DELAY_S * 2**slot.restarts, MAX_DELAY_S)
+        healthy = slot.restarts == 0 or now - slot.started >= HEALTHY_AFTER_S
+        slot.delay_s = FIRST_DELAY_S if healthy else min(2 * slot.delay_s, MAX_DELAY_S)
         slot.restarts += 1
         slot.state, slot.due = "waiting", now + slot.delay_s
         return f"it is started again in {slot.delay_s:.0f} s (restart {slot.restarts} of {self._limits.restarts})"
@@ -188,7 +193,7 @@ class ElasticRanks(FixedRanks):
         self._own.add(slot.member)
         program = newcomer_program(slot.program, slot.member)
         self._log.append("restart", member=slot.member, replaces=replaced, after_s=slot.delay_s, attempt=slot.restarts)
-        slot.state = "running"
+        slot.state, slot.started = "running", self._clock()
         try:
             if not processes.add(program, give_up):
                 slot.state = "waiting"

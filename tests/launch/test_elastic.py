@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from syncline.control import LogEntry
 from syncline.errors import SpecError
-from syncline.launch.job_folder import read_job
+from syncline.launch.elastic import open_control_log, started_members
+from syncline.launch.job_folder import open_job_store, read_job
 from tests.launch.runs import Run, Runs, wait_for
 
 MEMBER = """
@@ -33,11 +35,10 @@ def told(runs: Runs, member: int) -> list[Any]:
     return found
 
 
-def status(runs: Runs, folder: str) -> dict[str, Any]:
-    run = runs.run("status", folder, "--json")
-    assert run.code == 0, run.describe()
-    found: dict[str, Any] = json.loads(run.out)
-    return found
+def logged(runs: Runs) -> list[LogEntry]:
+    """The control log of the job in the folder `job`."""
+    folder = runs.folder / "job"
+    return open_control_log(open_job_store(folder, read_job(folder))).read()
 
 
 def kill(runs: Runs, member: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -59,7 +60,8 @@ def test_killed_rank_is_started_again_as_a_new_member(runs: Runs) -> None:
     second = runs.run("run", "-n", "2", "--elastic", "1:3", "--folder", "job", runs.script(WAITING))
     assert second.code == 2
     assert f"job is in use by another job (process {run.pid} on " in second.err
-    found = wait_for(lambda: [one for one in [status(runs, "job")] if len(one["members"]) == 2], "it is started")[0]
+    wait_for(lambda: len(logged(runs)) == 6, "the new rank is in the log")
+    found = json.loads(runs.run("status", "job", "--json").out)
     assert [(one["member"], one["pid"]) for one in found["members"]] == [(0, told(runs, 0)[0]), (2, told(runs, 2)[0])]
     assert [one["kind"] for one in found["events"]] == ["job", "started", "started", "ended", "restart", "started"]
     assert found["events"][3]["reason"] == "it was killed by signal 9 (SIGKILL)"
@@ -148,7 +150,7 @@ def test_rank_joins_from_another_shell(runs: Runs) -> None:
     told(runs, 1)
     joining = runs.start("join", "job")
     assert told(runs, 2)[1:] == ["0", "1", "0", "1", "2", "1:3", "1", "rank 2", "10"]
-    wait_for(lambda: len(status(runs, "job")["members"]) == 3, "the joined rank is in")
+    wait_for(lambda: len(started_members(logged(runs))) == 3, "the joined rank is in")
     refused = runs.run("join", "job")
     assert refused.code == 2
     assert "the job has 3 ranks, and its maximum is 3 (--elastic 1:3)" in refused.err
@@ -158,9 +160,8 @@ def test_rank_joins_from_another_shell(runs: Runs) -> None:
         "syncline: joining as rank 2; Ctrl-C ends it, and the job goes on",
         "syncline: rank 2 failed (exit code 7)",
     ]
-    last = status(runs, "job")["events"][-1]
-    assert (last["kind"], last["member"], last["code"]) == ("ended", 2, 7)
-    assert last["reason"] == "it failed (exit code 7)"
+    last = logged(runs)[-1]
+    assert (last.kind, last.fields) == ("ended", {"member": 2, "code": 7, "reason": "it failed (exit code 7)"})
     wait_for(lambda: "has ended" in run.err, "the supervisor has read it")
     assert end(runs, run).code == 0, run.describe()
     assert "syncline: rank 2, which had joined, has ended: it failed (exit code 7)" in run.err
@@ -174,7 +175,7 @@ def test_ctrl_c_ends_a_joined_rank_alone(runs: Runs) -> None:
     told(runs, 1)
     os.kill(joining.pid, signal.SIGINT)
     assert joining.finish().code == 130, joining.describe()
-    wait_for(lambda: status(runs, "job")["events"][-1]["kind"] == "ended", "its end is recorded")
+    assert logged(runs)[-1].kind == "ended"
     assert end(runs, run).code == 0, run.describe()
     runs.assert_nothing_left()
 

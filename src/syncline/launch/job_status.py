@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from syncline.control import LogEntry
     from syncline.transports.key_value_store import BoundedStore
 
-SAMPLE_S = 1.0
-"""Seconds between the two readings of one status: rates and heartbeats are seen by their change."""
+SAMPLE_S = 0.6
+"""Seconds between the two readings of one status: rates and heartbeats are seen by their change, twice a second."""
 WATCH_EVERY_S = 2.0
 PROGRESS_KEY = "control/progress"
 """Under it, and its member number, each rank writes its progress."""

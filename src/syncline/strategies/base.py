@@ -497,6 +497,7 @@ class StrategyRun(Run):
         self._untrained_batches = 1 if trained else self._untrained_batches + 1
         if self.world.elastic is not None:
             self.world.elastic.batch_read()
+            self.world.elastic.report_progress(self.world, self.stats.steps)
 
     def apply_change_of_data(self, change: TeamChange) -> None:
         """Read the data with the new number of workers from the next batch on.

@@ -14,7 +14,9 @@ Newcomers are admitted between two steps, when all members know that one waits. 
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -52,6 +54,8 @@ JOIN_VARIABLE = "SYNCLINE_JOIN"
 PROGRESS_KEY = "control/progress"
 CHECK_EVERY_S = 0.25
 """Seconds between two checks for newcomers. A check asks the store."""
+REPORT_EVERY_S = 1.0
+"""Seconds between two reports of a member's step."""
 MAX_ATTEMPTS = 100
 """Teams that are formed for one change, before the world gives up: each attempt loses a member."""
 
@@ -196,6 +200,7 @@ class Elastic:
         self._last: Any = None
         """The result of the latest operation, for members that are behind."""
         self._checked = -CHECK_EVERY_S
+        self._reported = -REPORT_EVERY_S
         self._newcomer_seen = False
 
     # The first team.
@@ -303,10 +308,12 @@ class Elastic:
             self._inside = False
 
     def report_progress(self, world: World, step: int) -> None:
-        """Write this member's step into the store, for `syncline status`."""
-        runtime = self.connector.runtime
-        text = f'{{"step": {step}, "time": {runtime.now()}, "rank": {world.rank}, "size": {world.size}}}'
-        self.connector.store.set(f"{PROGRESS_KEY}/{self.limits.member}", text)
+        """Write this member's step into the store now and then, for `syncline status`."""
+        now = self.connector.runtime.now()
+        if now - self._reported >= REPORT_EVERY_S:
+            self._reported = now
+            found = {"step": step, "time": time.time(), "rank": world.rank, "size": world.size}
+            self.connector.store.set(f"{PROGRESS_KEY}/{self.limits.member}", json.dumps(found))
 
     # Forming and installing a team.
 

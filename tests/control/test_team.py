@@ -16,6 +16,8 @@ from syncline.transports.simulated import kill_rank
 from syncline.world import World
 from tests.hunting import seeds
 
+HERE, LATER = ("data0", 2), ("data0", 3)
+
 
 def formation(store: MemoryStore, member: int, **options: Any) -> TeamFormation:
     return TeamFormation(store, member, RealRuntime(), dict, **{"timeout_s": 0.01, **options})
@@ -73,24 +75,38 @@ def test_a_member_that_was_left_out_gives_up() -> None:
 
 def test_newcomers_are_admitted_between_steps_only() -> None:
     store = MemoryStore()
-    formation(store, 5).ask_to_join()
+    formation(store, 5).ask_to_join(HERE)
     member = formation(store, 0)
     team = member.form(Team(0, (0,)), Arrival(0, between_steps=False))
     assert team.members == (0,)
-    assert member.newcomers_wait(team)
-    team = member.form(team, Arrival(4, between_steps=True))
+    assert member.newcomers_wait(team, HERE)
+    team = member.form(team, Arrival(4, between_steps=True), HERE)
     assert (team.members, team.completed(0), team.completed(5)) == ((0, 5), 4, -1)
     assert formation(store, 5).await_admission() == team
-    assert not member.newcomers_wait(team)
+    assert not member.newcomers_wait(team, HERE)
+
+
+def test_a_newcomer_is_admitted_at_its_place_in_the_data() -> None:
+    store = MemoryStore()
+    newcomer = formation(store, 5)
+    newcomer.ask_to_join(HERE)
+    member = formation(store, 0)
+    team = member.form(Team(0, (0,)), Arrival(0, between_steps=True), LATER)
+    assert team.members == (0,)
+    assert not member.newcomers_wait(team, LATER)
+    assert newcomer.await_admission(gave_up=lambda: True) is None
+    newcomer.ask_to_join(LATER)
+    assert member.newcomers_wait(team, LATER)
+    assert member.form(team, Arrival(1, between_steps=True), LATER).members == (0, 5)
 
 
 def test_a_newcomer_waits_where_the_team_is_complete() -> None:
     store = MemoryStore()
-    formation(store, 5).ask_to_join()
+    formation(store, 5).ask_to_join(HERE)
     member = formation(store, 0, maximum=1)
-    team = member.form(Team(0, (0,)), Arrival(0, between_steps=True))
+    team = member.form(Team(0, (0,)), Arrival(0, between_steps=True), HERE)
     assert team.members == (0,)
-    assert not member.newcomers_wait(team)
+    assert not member.newcomers_wait(team, HERE)
     with pytest.raises(WorldError, match="not admitted"):
         formation(store, 5).await_admission()
 
@@ -98,13 +114,13 @@ def test_a_newcomer_waits_where_the_team_is_complete() -> None:
 def test_a_newcomer_without_the_state_waits_again() -> None:
     """Its team could not be connected, and the others repeat an operation without it."""
     store = MemoryStore()
-    formation(store, 5).ask_to_join()
+    formation(store, 5).ask_to_join(HERE)
     member = formation(store, 0)
-    team = member.form(Team(0, (0,)), Arrival(2, between_steps=True))
+    team = member.form(Team(0, (0,)), Arrival(2, between_steps=True), HERE)
     store.set(f"control/arrive/{team.generation + 1}/5", '{"operations": -1, "between_steps": true}')
     team = member.form(team, Arrival(2, between_steps=False))
     assert team.members == (0,)
-    team = member.form(team, Arrival(3, between_steps=True))
+    team = member.form(team, Arrival(3, between_steps=True), HERE)
     assert team.members == (0, 5)
 
 

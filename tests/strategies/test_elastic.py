@@ -60,9 +60,9 @@ def train(world: World, strategy: str, codec: str | None, samples: int, victims:
     trained = []
     with sl.distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="auto") as run:
         loader = DataLoader(Numbers(samples), batch_size=4, shuffle=True)
-        before = model.weight.detach().clone()
-        for _ in range(2):
-            for batch in run.shard(loader):
+        shard, before = run.shard(loader), model.weight.detach().clone()
+        for _ in range(shard.epoch, 2):
+            for batch in shard:
                 if victims.get(member) == steps:
                     kill_rank(world.transport)
                 steps += 1
@@ -122,6 +122,7 @@ def survive(strategy: str, codec: str | None) -> Callable[[int], None]:
 
 
 @pytest.mark.hunt
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # in epochs that a newcomer has missed
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_survivors_go_on_and_agree(name: str) -> None:
     check = survive(*STRATEGIES[name])

@@ -15,6 +15,7 @@ from syncline.checkpoint import load, save
 from syncline.data import MicroBatches, Sharded
 from syncline.strategies import strategy_run
 from syncline.strategies.run import EpochContinues, Readers, Shard, Steps
+from syncline.world import DataPlace
 from tests.data.cases import Numbers, flat
 from tests.strategies.test_reading import Trainer
 
@@ -47,7 +48,7 @@ class StandIn:
     def check_uneven(self) -> None:
         self.checks += 1
 
-    def batch_read(self) -> None:
+    def batch_read(self, reader: object) -> None:
         """Called for each batch of a loop that trains."""
 
     def between_steps(self) -> bool:
@@ -70,7 +71,7 @@ class StandIn:
 
     def shard(self, data: Any, name: str | None = None, **options: Any) -> Shard:
         run: Any = self
-        return Shard(run, self.readers.get(Sharded, data, name, options))
+        return Shard(run, self.readers.get(Sharded, data, name, options), options.get("pad", True))
 
 
 def numbers(length: int, batch: int = 2, **options: Any) -> DataLoader[Any]:
@@ -185,39 +186,55 @@ def position(epoch: int, samples: int) -> dict[str, Any]:
     return {"epoch": epoch, "samples": samples, "streams": []}
 
 
-def enter(run: StandIn, positions: dict[str, Any]) -> list[int]:
-    """The run joins a team just before its first batch. Returns a list that grows with every call."""
-    calls: list[int] = []
+def enter(run: StandIn, positions: dict[str, Any], epoch: int) -> list[DataPlace]:
+    """The run joins a team that reads an epoch. Returns a list of the places at which it has tried."""
+    calls: list[DataPlace] = []
 
-    def hook() -> None:
-        calls.append(run.stats.steps)
+    def enter_at(place: DataPlace) -> bool:
+        calls.append(place)
+        if place.epoch < epoch:
+            return False
         run.readers.load_state_dict(positions)
-        run.readers.skip_finished_epochs()
         run.regroup(2, 3)
+        return True
 
-    run.readers.before_first_batch = hook
+    run.readers.enter_at = enter_at
     return calls
 
 
-def test_a_newcomer_skips_the_epochs_that_the_others_have_finished() -> None:
+def test_a_newcomer_passes_the_epochs_that_the_others_have_finished() -> None:
     run = StandIn(0, 1)
-    calls = enter(run, {"data0": position(2, 6), "val": position(3, 0)})
+    calls = enter(run, {"data0": position(2, 6)}, epoch=2)
     shard = run.shard(numbers(12))
-    assert calls == []
     assert (shard.epoch, len(shard)) == (0, 6)
     epochs = []
     for epoch in range(shard.epoch, 4):
         assert shard.epoch == epoch
         epochs.append(train(run, shard, {}))
-        evaluation = train(run, run.shard(numbers(9), "val"), {})
-        assert evaluation == ([] if epoch < 3 else [[2, 5], [8]])
     assert epochs == [[], [], [[8, 11]], [[2, 5], [8, 11]]]
-    assert calls == [0]
+    assert calls == [("data0", 0), ("data0", 1), ("data0", 2)]
 
 
-def test_a_loader_made_for_each_epoch_skips_too() -> None:
+def test_a_newcomer_can_ask_for_the_epoch_of_the_others() -> None:
     run = StandIn(0, 1)
-    enter(run, {"train": position(2, 0)})
+    calls = enter(run, {"data0": position(2, 6)}, epoch=2)
+    run.readers.place_of_team = lambda: DataPlace("data0", 2)
+    shard = run.shard(numbers(12))
+    assert [train(run, shard, {}) for _ in range(shard.epoch, 3)] == [[[8, 11]]]
+    assert calls == [("data0", 2)]
+
+
+def test_a_newcomer_evaluates_alone_until_it_enters() -> None:
+    run = StandIn(0, 1)
+    calls = enter(run, {}, epoch=2)
+    data = run.shard(numbers(6), "val", pad=False)
+    assert [flat(batch) for batch in data] == [[0, 1], [2, 3], [4, 5]]
+    assert calls == []
+
+
+def test_a_loader_made_for_each_epoch_passes_them_too() -> None:
+    run = StandIn(0, 1)
+    enter(run, {"train": position(2, 0)}, epoch=2)
     assert [train(run, run.shard(numbers(6), "train"), {}) for _ in range(4)] == [[], [], [[2, 5]], [[2, 5]]]
 
 
@@ -243,12 +260,12 @@ def test_peers_and_a_newcomer_read_every_sample_once() -> None:
         peer.regroup(rank, 3, (1,))
         read += batches[2 * rank]
     newcomer = StandIn(0, 1)
-    calls = enter(newcomer, peers[0].readers.next_state())
+    calls = enter(newcomer, peers[0].readers.next_state(), epoch=0)
     newcomers_loop = iter(newcomer.shard(numbers(23, shuffle=True)))
     for run, loop in ((peers[0], loops[0]), (peers[2], loops[2]), (newcomer, newcomers_loop)):
         for batch in loop:
             read += flat(batch)
             run.stats.steps += 1
-    assert calls == [0]
+    assert calls == [("data0", 0)]
     assert sorted(read) == list(range(23))
     assert [run.settled for run in (peers[0], peers[2], newcomer)] == [[5], [4], [1]], "seven samples were left"

@@ -88,23 +88,29 @@ class TeamFormation:
         self._minimum, self._maximum = minimum, maximum
         self._timeout_s = timeout_s
         self._latest: Team | None = None
-        self._waiting: list[int] = []
-        """Newcomers in the order of their requests, also those that were admitted or lost since."""
+        self._waiting: dict[int, tuple[str, int]] = {}
+        """Newcomers in the order of their requests, with the place in the data at which each waits."""
         self._gone: dict[int, str] = {}
         """Members that have left, or that others have declared lost, with the reason."""
 
     # Newcomers.
 
-    def ask_to_join(self) -> None:
-        """Announce that this process waits for a place in the next team."""
-        self.log.append(WAITING, member=self.member)
+    def ask_to_join(self, place: tuple[str, int]) -> None:
+        """Announce that this process waits to be admitted where the others reach `place`: a reader and its epoch."""
+        self.log.append(WAITING, member=self.member, place=place)
 
-    def await_admission(self, after: int = 0) -> Team:
-        """Wait until a team after the generation `after` contains this newcomer."""
+    def await_admission(self, after: int = 0, gave_up: Callable[[], bool] = lambda: False) -> Team | None:
+        """Wait until a team after the generation `after` contains this newcomer.
+
+        `gave_up` is asked again and again; None is returned if it says that the others have passed the place.
+        """
         for _ in self._poll():
-            team = self.latest()
+            passed = gave_up()
+            team = self.latest()  # after the question: the team may have been formed at that place
             if team is not None and team.generation > after and self.member in team.members:
                 return team
+            if passed:
+                return None
             self._read_log()
             if team is not None and all(member in self._gone for member in team.members):
                 raise WorldError(f"the job has ended: members {list(team.members)} of its last team have left")
@@ -113,10 +119,10 @@ class TeamFormation:
             f"(at most {self._maximum} workers), or the job does not read its data by run.shard() or run.steps()"
         )
 
-    def wait_again(self, failed: Team) -> Team:
+    def wait_again(self, failed: Team, gave_up: Callable[[], bool]) -> Team | None:
         """In a newcomer whose team could not be connected: wait for the next admission."""
         self._arrive(failed.generation + 1, Arrival(-1, between_steps=True))
-        return self.await_admission(failed.generation)
+        return self.await_admission(failed.generation, gave_up)
 
     def latest(self) -> Team | None:
         """The latest team that was decided; None before the first."""
@@ -125,10 +131,10 @@ class TeamFormation:
             self._latest, generation = team, team.generation
         return self._latest
 
-    def newcomers_wait(self, team: Team) -> bool:
-        """Whether a newcomer waits that a next team would admit. It asks the store."""
+    def newcomers_wait(self, team: Team, place: tuple[str, int] | None) -> bool:
+        """Whether a newcomer waits that a next team would admit at this place in the data. It asks the store."""
         self._read_log()
-        return len(team.members) < self._maximum and bool(self._newcomers(team, self._absent()))
+        return len(team.members) < self._maximum and bool(self._newcomers(team, self._absent(), place))
 
     # Members.
 
@@ -136,10 +142,11 @@ class TeamFormation:
         """Announce that this member leaves by itself: the others do not wait for it."""
         self.log.append(LEFT, member=self.member, reason=reason)
 
-    def form(self, before: Team, arrival: Arrival) -> Team:
+    def form(self, before: Team, arrival: Arrival, place: tuple[str, int] | None = None) -> Team:
         """Meet with the other members of the team before, and return the next team.
 
-        Newcomers are admitted, and the minimum is demanded, only if the most advanced members are between two steps.
+        Newcomers that wait at `place` are admitted, and the minimum is demanded, only if the most advanced members are
+        between two steps.
         """
         generation = before.generation + 1
         self._arrive(generation, arrival)
@@ -162,21 +169,21 @@ class TeamFormation:
                 raise self._declared_lost(f"is not in team {generation}")
             present = tuple(member for member in before.members if member not in absent)
             team = Team(generation, present, {member: arrived[member] for member in present})
-            proposal = self._with_newcomers(team, absent)
+            proposal = self._with_newcomers(team, absent, place)
             if proposal is not None:
                 self._propose(proposal)
-        return self._give_up(before, arrival, missing)
+        return self._give_up(before, arrival, place, missing)
 
     def _arrive(self, generation: int, arrival: Arrival) -> None:
         self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
 
-    def _with_newcomers(self, team: Team, absent: Mapping[int, str]) -> Team | None:
+    def _with_newcomers(self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None) -> Team | None:
         """The team, with newcomers where they can be admitted; None while it has fewer members than the minimum."""
         ahead = [member for member in team.members if team.completed(member) == team.operations]
         if not all(team.arrivals[member].between_steps for member in ahead):
             with_state = tuple(member for member in team.members if team.completed(member) >= 0)
             return replace(team, members=with_state)  # a newcomer without the state waits for the next step
-        newcomers = self._newcomers(team, absent)[: max(0, self._maximum - len(team.members))]
+        newcomers = self._newcomers(team, absent, place)[: max(0, self._maximum - len(team.members))]
         members = (*team.members, *newcomers)
         return replace(team, members=members) if len(members) >= self._minimum else None
 
@@ -205,7 +212,7 @@ class TeamFormation:
             self.log.append(TEAM, generation=generation, team=list(team.members))
         return team
 
-    def _give_up(self, before: Team, arrival: Arrival, missing: list[int]) -> Team:
+    def _give_up(self, before: Team, arrival: Arrival, place: tuple[str, int] | None, missing: list[int]) -> Team:
         """The timeout has passed: declare the missing members lost, or end if too few are left."""
         if not missing:
             absent = self._absent()
@@ -218,7 +225,7 @@ class TeamFormation:
             reason = f"it has not reached the others within {self._timeout_s:.3g} s"
             self._gone[member] = reason
             self.log.append(LOST, member=member, reason=reason)
-        return self.form(before, arrival)
+        return self.form(before, arrival, place)
 
     def _declared_lost(self, consequence: str) -> WorldError:
         return WorldError(
@@ -232,15 +239,17 @@ class TeamFormation:
         """The members that are lost or have left."""
         return {**self._lost(), **self._gone}
 
-    def _newcomers(self, team: Team, absent: Mapping[int, str]) -> list[int]:
-        """Waiting newcomers that are neither in the team nor lost, in the order of their requests."""
-        return [member for member in self._waiting if member not in team.members and member not in absent]
+    def _newcomers(self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None) -> list[int]:
+        """Newcomers that wait at a place, and are neither in the team nor lost, in the order of their requests."""
+        here = [member for member, waits_at in self._waiting.items() if waits_at == place]
+        return [member for member in here if member not in team.members and member not in absent]
 
     def _read_log(self) -> None:
         for entry in self.log.read():
             member = int(entry.fields.get("member", -1))
-            if entry.kind == WAITING and member not in self._waiting:
-                self._waiting.append(member)
+            if entry.kind == WAITING:
+                name, epoch = entry.fields["place"]
+                self._waiting[member] = (str(name), int(epoch))
             elif entry.kind in (LOST, LEFT):
                 self._gone[member] = str(entry.fields.get("reason", ""))
 

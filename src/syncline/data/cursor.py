@@ -123,15 +123,13 @@ class Cursor(DataPosition):
         """The position at which the latest iteration started, or the pending one starts."""
         self.over = False
         """Whether the latest iteration has returned its last batch, or was left."""
-        self.skip = 0
-        """The number of the next iterations that read nothing: the other workers have finished their epochs."""
         self._latest: _Iteration | None = None
         self._loaded = 0
 
     @property
     def next_epoch(self) -> int:
         """The epoch that is being read; between two iterations, the epoch of the next one."""
-        return self.epoch + (self.over and self.samples > 0) - self.skip
+        return self.epoch + (self.over and self.samples > 0)
 
     def begin(self, read_once: bool = False, work: int | None = None) -> DataPosition:
         """Start an iteration: at the start of the next epoch, unless a resumed one is pending.
@@ -191,6 +189,10 @@ class Cursor(DataPosition):
         else:
             self.over = True
 
+    def pass_epoch(self) -> None:
+        """The other workers have finished the epoch that would be read next: the next iteration reads the one after."""
+        self._end_epoch()
+
     def state_dict(self) -> dict[str, Any]:
         """Whole numbers for a checkpoint. Lost shares are [start, samples, size, *ranks], if there are any."""
         state: dict[str, Any] = {"epoch": self.epoch, "samples": self.samples, "streams": list(self.streams)}
@@ -211,7 +213,6 @@ class Cursor(DataPosition):
         assert epoch is not None
         assert samples is not None
         self._loaded += 1
-        self.skip = 0
         lost_shares = tuple(LostShares(start, count, size, tuple(ranks)) for start, count, size, *ranks in lost)
         self._restore(_CursorState(epoch, samples, tuple(streams), lost_shares, samples, True, False, None))
 

@@ -199,8 +199,6 @@ class StrategyRun(Run):
         self.readers = Readers(communicator.rank, communicator.size)
         self.epoch_continues = False
         """Whether this worker had run out of data, and data of a lost worker was dealt to it since."""
-        self._newcomer_state: Mapping[str, Any] | None = None
-        """In a newcomer: the state that it has received, until its first batch."""
         self._counted_at_batch: int | None = None
         """`counted_steps` when the current batch was read; None before the first."""
         self._untrained_batches = 0
@@ -487,17 +485,13 @@ class StrategyRun(Run):
         if self.on_resize is not None and elastic is not None and not elastic.joining:
             self.on_resize(change.old_size, change.size)
 
-    def batch_read(self) -> None:
-        """A batch is about to be trained on."""
-        state, self._newcomer_state = self._newcomer_state, None
-        if state is not None:  # the loops over finished epochs were empty, but may have stepped schedulers
-            self._load_optimizers(state)
+    def batch_read(self, reader: Sharded | MicroBatches) -> None:
+        """A batch of a reader is about to be trained on."""
         trained = self.counted_steps != self._counted_at_batch
         self._counted_at_batch = self.counted_steps
         self._untrained_batches = 1 if trained else self._untrained_batches + 1
         if self.world.elastic is not None:
-            self.world.elastic.batch_read()
-            self.world.elastic.report_progress(self.world, self.stats.steps)
+            self.world.elastic.batch_read(self.world, self.readers.place_of(reader), self.stats.steps)
 
     def apply_change_of_data(self, change: TeamChange) -> None:
         """Read the data with the new number of workers from the next batch on.
@@ -521,11 +515,9 @@ class StrategyRun(Run):
 
     def load_newcomer_state(self, state: Mapping[str, Any]) -> None:
         """In a newcomer: start from the state of a member."""
-        self._newcomer_state = state
         self.model.load_state_dict(state["model"])
         self._load_optimizers(state)
         self.load_state_dict({"shared": state["shared"], "local": None})
-        self.readers.skip_finished_epochs()
 
     def _load_optimizers(self, state: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -570,7 +562,8 @@ class StrategyRun(Run):
             self.use_team()
             self.readers.regroup(self.communicator.rank, self.communicator.size, ())
         else:  # a newcomer takes over the state where the loop over the data begins
-            self.readers.before_first_batch = lambda: elastic.enter(self.world)
+            self.readers.enter_at = lambda place: elastic.enter(self.world, place)
+            self.readers.place_of_team = elastic.place_of_team
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""

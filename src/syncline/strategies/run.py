@@ -18,7 +18,7 @@ from syncline.data import Cursor, MicroBatches, Sharded, move
 from syncline.data.cursor import DataPosition
 from syncline.data.sources import PieceCounts
 from syncline.reduction import Stats
-from syncline.world import World
+from syncline.world import DataPlace, World
 
 if TYPE_CHECKING:
     from syncline.strategies.base import StrategyRun
@@ -138,8 +138,8 @@ class Readers:
     ```text
     worker 0   step 7: regroup(0, 3, ())   next_state ─┐       step 8   …
     worker 1   step 7: regroup(1, 3, ())               │       step 8   …
-    newcomer   before_first_batch: load_state_dict ◀───┘       step 8   …
-                                   regroup(2, 3, ()), skip_finished_epochs()
+    newcomer   enter_at(): load_state_dict ◀───────────┘       step 8   …
+                           regroup(2, 3, ())
     ```
     """
 
@@ -147,9 +147,11 @@ class Readers:
         self._rank, self._size = rank, size
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._positions: dict[str, Mapping[str, Any]] = {}
-        self._skips_finished = False
-        self.before_first_batch: Callable[[], None] | None = None
-        """Called once, before the first loop over data starts. It may load positions and regroup."""
+        self.enter_at: Callable[[DataPlace], bool] | None = None
+        """In a worker that joins: called before each loop that trains, until it returns True. It then has loaded the
+        positions of the others, and regrouped. False: they have finished that loop, and it reads nothing here."""
+        self.place_of_team: Callable[[], DataPlace | None] = lambda: None
+        """In a worker that joins: where the others read."""
 
     @property
     def sources(self) -> list[Any]:
@@ -167,7 +169,6 @@ class Readers:
         if known is None:
             if key in self._positions:
                 cursor.load_state_dict(self._positions[key])
-                cursor.skip = cursor.epoch if self._skips_finished else 0
             self._warn_of_second_loader(data)
         self._readers[key] = (data, reader)
         return reader
@@ -183,7 +184,6 @@ class Readers:
         return self._positions | {key: reader.next_state for key, (_, reader) in self._readers.items()}
 
     def load_state_dict(self, positions: Mapping[str, Any]) -> None:
-        self._skips_finished = False
         self._positions = dict(positions)
         for key, (_, reader) in self._readers.items():
             if key in self._positions:
@@ -207,27 +207,26 @@ class Readers:
         continues = [reader.regroup(rank, size, lost, steps) for _, reader in self._readers.values()]
         return any(continues)
 
-    def skip_finished_epochs(self) -> None:
-        """After `load_state_dict`: loops over epochs that the other workers have finished read nothing.
+    def place_of(self, reader: Sharded | MicroBatches) -> DataPlace:
+        """The name of a reader, and the epoch that it reads."""
+        name = next(key for key, (_, each) in self._readers.items() if each is reader)
+        return DataPlace(name, reader.cursor.epoch)
 
-        A worker that joins in epoch 3 runs its script from the start. Its first three loops over each shard are empty,
-        and the fourth one starts at the loaded position.
-        """
-        self._skips_finished = True
-        for key, (_, reader) in self._readers.items():
-            if key in self._positions:
-                reader.cursor.skip = reader.cursor.epoch
+    def follow_team(self, reader: Sharded | MicroBatches) -> None:
+        """In a worker that joins: move a reader to the epoch that the others read."""
+        place = self.place_of_team() if self.enter_at is not None else None
+        while place is not None and self.place_of(reader) < place and place.reader == self.place_of(reader).reader:
+            reader.cursor.pass_epoch()
 
     def starts(self, reader: Sharded | MicroBatches) -> bool:
-        """Whether the next loop over a reader reads data. It does not if the other workers have finished its epoch."""
-        hook, self.before_first_batch = self.before_first_batch, None
-        if hook is not None:
-            hook()
-        cursor = reader.cursor
-        if cursor.skip == 0:
+        """Whether the next training loop over a reader reads data; False if the others have finished it."""
+        if self.enter_at is None:
             return True
-        cursor.skip -= 1
-        return False
+        if not self.enter_at(self.place_of(reader)):
+            reader.cursor.pass_epoch()
+            return False
+        self.enter_at = None
+        return True
 
     def _key(self, data: Any, name: str | None) -> str:
         """A name that the same script gives to the same data next time: loaders are numbered in their order."""
@@ -278,7 +277,11 @@ class _Epochs(Generic[R]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being read; between two loops, the one that the next loop reads."""
+        """The epoch that is being read; between two loops, the one that the next loop reads.
+
+        In a worker that joins an elastic job: the epoch that the others read.
+        """
+        self._run.readers.follow_team(self._reader)
         return int(self._reader.cursor.next_epoch)
 
     def __len__(self) -> int:
@@ -297,7 +300,7 @@ class _Epochs(Generic[R]):
 
     def _pieces(self) -> Iterator[Any]:
         run, reader = self._run, self._reader
-        if not run.readers.starts(reader):
+        if self._pad and not run.readers.starts(reader):
             return
         run.world.finish_left()
         before, weight_before = run.progress, run.uneven.weight
@@ -310,9 +313,11 @@ class _Epochs(Generic[R]):
                         pieces += 1
                         pace.pieces += 1
                         self._set_weight(piece.weight, pace.uneven or piece.total != run.communicator.size)
-                        run.batch_read()
+                        if self._pad:
+                            run.batch_read(reader)
                         yield piece
-                        run.between_steps()
+                        if self._pad:
+                            run.between_steps()
                         if pace.teams != reader.teams:
                             pace = self._pace(place, pace)
                     ended = True

@@ -3,7 +3,7 @@
 from typing import Any
 
 from syncline.errors import warn_deprecated
-from syncline.world.elastic import RepeatedCall, TeamChange
+from syncline.world.elastic import DataPlace, RepeatedCall, TeamChange
 from syncline.world.functional import (
     allgather,
     allreduce,
@@ -21,6 +21,7 @@ from syncline.world.simulation import Simulation, simulate
 from syncline.world.world import World, current_world, init
 
 __all__ = [
+    "DataPlace",
     "Group",
     "Pending",
     "RepeatedCall",

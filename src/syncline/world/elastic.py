@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from syncline.control import Arrival, Team, TeamFormation
 from syncline.errors import PeerLostError, ProtocolError, SpecError, SynclineError, UnsupportedError, WorldError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from syncline.world.world import World
 
 __all__ = [
+    "DataPlace",
     "Elastic",
     "ElasticLimits",
     "RepeatableOperation",
@@ -89,6 +90,13 @@ def read_elastic(environ: Mapping[str, str]) -> ElasticLimits | None:
         )
     joins = environ.get(JOIN_VARIABLE, "") == "1"
     return ElasticLimits(minimum=int(least), maximum=int(most), member=int(member), joins=joins)
+
+
+class DataPlace(NamedTuple):
+    """Where a worker is in its data: the name of the reader, and the epoch."""
+
+    reader: str
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -199,6 +207,8 @@ class Elastic:
         self._inside = False
         self._last: Any = None
         """The result of the latest operation, for members that are behind."""
+        self._place: DataPlace | None = None
+        """Where this member reads its data; None before the first batch."""
         self._checked = -CHECK_EVERY_S
         self._reported = -REPORT_EVERY_S
         self._newcomer_seen = False
@@ -271,12 +281,15 @@ class Elastic:
         now = self.connector.runtime.now()
         if not self._newcomer_seen and now - self._checked >= CHECK_EVERY_S:
             self._checked = now
-            self._newcomer_seen = self.formation.newcomers_wait(self.team)
+            self._newcomer_seen = self.formation.newcomers_wait(self.team, self._place)
         return self._newcomer_seen
 
-    def batch_read(self) -> None:
-        """A batch is read, by the team to which the readers belong."""
+    def batch_read(self, world: World, place: DataPlace, step: int) -> None:
+        """A batch of this place is read, by the team to which the readers belong, before the given step."""
         self._dealt_team = self._reader_team
+        if place != self._place:
+            self._place, self._reported = place, -REPORT_EVERY_S
+        self._report_progress(world, step)
 
     def between_steps(self, world: World) -> None:
         """Admit newcomers that all members know of, or wait for some if too few members are left."""
@@ -290,29 +303,49 @@ class Elastic:
         finally:
             self._inside = False
 
-    def enter(self, world: World) -> None:
-        """In a newcomer: wait for a team that admits this process, and receive the state of a member."""
-        self.formation.ask_to_join()
-        self.team = self.formation.await_admission()
+    def enter(self, world: World, place: DataPlace) -> bool:
+        """In a newcomer: wait for a team that admits this process at its place in the data, and receive the state.
+
+        Returns False if the others have passed that place.
+        """
+        self.formation.ask_to_join(place)
         self._inside = True
         try:
-            while True:
+            team = self.formation.await_admission(gave_up=lambda: self._has_passed(place))
+            while team is not None:
+                self.team = team
                 try:
                     self._install(world)
-                    break
+                    return True
                 except (PeerLostError, ProtocolError) as error:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                     self._abort(world)
-                    self.team = self.formation.wait_again(self.team)
+                    team = self.formation.wait_again(team, lambda: self._has_passed(place))
         finally:
             self._inside = False
+        return False
 
-    def report_progress(self, world: World, step: int) -> None:
-        """Write this member's step into the store now and then, for `syncline status`."""
+    def place_of_team(self) -> DataPlace | None:
+        """Where the team reads its data, as its first members have reported; None while that is unknown."""
+        team = self.formation.latest()
+        for member in () if team is None else team.members:
+            key = f"{PROGRESS_KEY}/{member}"
+            if self.connector.store.check([key]):
+                found = json.loads(self.connector.store.get(key)).get("place")
+                return None if found is None else DataPlace(*found)
+        return None
+
+    def _has_passed(self, place: DataPlace) -> bool:
+        """Whether the team reads other data, or a later epoch. False while that is unknown."""
+        now = self.place_of_team()
+        return now is not None and (now.reader != place.reader or now.epoch > place.epoch)
+
+    def _report_progress(self, world: World, step: int) -> None:
+        """Write this member's step and place into the store now and then, for newcomers and `syncline status`."""
         now = self.connector.runtime.now()
         if now - self._reported >= REPORT_EVERY_S:
             self._reported = now
-            found = {"step": step, "time": time.time(), "rank": world.rank, "size": world.size}
+            found = {"step": step, "time": time.time(), "rank": world.rank, "size": world.size, "place": self._place}
             self.connector.store.set(f"{PROGRESS_KEY}/{self.limits.member}", json.dumps(found))
 
     # Forming and installing a team.
@@ -328,7 +361,7 @@ class Elastic:
             if operation is not None or attempt:  # between two steps the others still complete theirs
                 self._abort(world)
             arrival = Arrival(self.operations, between_steps=operation is None)
-            self.team = self.formation.form(self.team, arrival)
+            self.team = self.formation.form(self.team, arrival, self._place)
             try:
                 return self._install(world, operation)
             except (PeerLostError, ProtocolError) as again:

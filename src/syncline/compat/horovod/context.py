@@ -20,7 +20,7 @@ from syncline.compat.horovod.messages import OperationPlan, OperationRequest
 from syncline.compat.horovod.pending import CollectiveCounter, PendingOperation
 from syncline.compat.horovod.settings import LEVELS, HorovodSettings, read, without_effect
 from syncline.compat.horovod.timeline import Timeline, TimelineObserver
-from syncline.errors import IncompatibleError, SynclineError, WorldError
+from syncline.errors import IncompatibleError, SynclineError, UnsupportedError, WorldError
 from syncline.world import Group, World, broadcast, current_world
 from syncline.world import init as init_world
 
@@ -337,6 +337,13 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         world, owns = current_world(), False
     except WorldError:
         world, owns = init_world(), True
+    if world.elastic is not None:
+        if owns:
+            world.close()
+        raise UnsupportedError(
+            "Horovod's API needs a fixed number of workers: leave --elastic out, or train by sl.distribute, which "
+            "continues when workers are lost"
+        )
     _check_comm(comm, world)
     if os.environ.get("HOROVOD_LOG_LEVEL"):
         logger.setLevel(LEVELS[settings.log_level])

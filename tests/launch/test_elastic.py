@@ -206,3 +206,40 @@ def test_folders_without_a_running_job(runs: Runs, tmp_path: Path) -> None:
 def test_job_json_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="was started with --elastic"):
         read_job(tmp_path)
+
+
+TRAINING = """
+import torch, syncline as sl
+member = int(os.environ["SYNCLINE_MEMBER"])
+world = sl.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+run = sl.distribute(model, optimizer)
+data = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+shard = run.shard(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+steps = joined = 0
+while not joined:
+    for x in shard:
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        steps += 1
+        if member == 1 and steps == 5:
+            os.kill(os.getpid(), 9)
+    # The worker that was started again is in. Until then it is alone, and has taken no step.
+    joined = int(sl.allreduce(torch.tensor([member]), op="max")) > 2 and run.stats.steps > 0
+weights = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
+run.close()
+say("done", member, world.rank, world.size, repr(weights), run.stats.steps)
+"""
+
+
+def test_training_continues_and_a_restarted_worker_joins(runs: Runs) -> None:
+    run = runs.run("run", "-n", "3", "--elastic", "2:3", "--restart", "1", "--folder", "job", runs.script(TRAINING))
+    assert run.code == 0, run.describe()
+    lines = sorted(line[line.index("done") :].split() for line in run.out.splitlines() if "done" in line)
+    assert [line[1:4] for line in lines] == [["0", "0", "3"], ["2", "1", "3"], ["3", "2", "3"]], run.describe()
+    assert len({tuple(line[4:]) for line in lines}) == 1, "the same weights and steps on all"
+    assert "team 2 continues with 2 workers (members [0, 2])" in run.err
+    assert "team 3 continues with 3 workers (members [0, 2, 3])" in run.err

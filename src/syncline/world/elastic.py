@@ -207,6 +207,8 @@ class Elastic:
         self._inside = False
         self._last: Any = None
         """The result of the latest operation, for members that are behind."""
+        self._lead_epochs = 0
+        """In a newcomer: how many epochs ahead of the team it waits, if it was too late before."""
         self._place: DataPlace | None = None
         """Where this member reads its data; None before the first batch."""
         self._checked = -CHECK_EVERY_S
@@ -287,8 +289,8 @@ class Elastic:
     def batch_read(self, world: World, place: DataPlace, step: int) -> None:
         """A batch of this place is read, by the team to which the readers belong, before the given step."""
         self._dealt_team = self._reader_team
-        if place != self._place:
-            self._place, self._reported = place, -REPORT_EVERY_S
+        if place != self._place:  # newcomers may wait for this epoch
+            self._place, self._reported, self._checked = place, -REPORT_EVERY_S, -CHECK_EVERY_S
         self._report_progress(world, step)
 
     def between_steps(self, world: World) -> None:
@@ -308,6 +310,8 @@ class Elastic:
 
         Returns False if the others have passed that place.
         """
+        if self._has_passed(place):
+            return False
         self.formation.ask_to_join(place)
         self._inside = True
         try:
@@ -323,6 +327,7 @@ class Elastic:
                     team = self.formation.wait_again(team, lambda: self._has_passed(place))
         finally:
             self._inside = False
+        self._lead_epochs = max(1, 2 * self._lead_epochs)  # their epochs are short: wait for a later one
         return False
 
     def place_of_team(self) -> DataPlace | None:
@@ -336,9 +341,10 @@ class Elastic:
         return None
 
     def _has_passed(self, place: DataPlace) -> bool:
-        """Whether the team reads other data, or a later epoch. False while that is unknown."""
-        now = self.place_of_team()
-        return now is not None and (now.reader != place.reader or now.epoch > place.epoch)
+        """Whether the team reads other data, or an epoch that is later or too near. False while that is unknown."""
+        now, waiting = self.place_of_team(), self._inside
+        lead = 0 if waiting else self._lead_epochs
+        return now is not None and (now.reader != place.reader or now.epoch + lead > place.epoch)
 
     def _report_progress(self, world: World, step: int) -> None:
         """Write this member's step and place into the store now and then, for newcomers and `syncline status`."""

@@ -203,6 +203,11 @@ class Liveness:
 
         return over
 
+    def forget(self, channel: str) -> None:
+        """A channel is closed: leave it out of this rank's record."""
+        self.undelivered.pop(channel, None)
+        self._entered.pop(channel, None)
+
     def leave(self) -> None:
         """Write that this rank leaves by itself. A second call does nothing."""
         if not self._left:

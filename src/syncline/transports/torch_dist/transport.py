@@ -487,7 +487,7 @@ class TorchTransport(Transport):
             for readers in self._readers.values():
                 for task in readers.values():
                     task.join(READER_JOIN_TIMEOUT_S)
-        self.liveness.undelivered.pop(self.channel, None)
+        self.liveness.forget(self.channel)
         if self.channel == "0":
             self.liveness.leave()  # first: closing breaks the others' waits, and they search for the lost rank
         self.factory.release(self.groups)

@@ -24,11 +24,11 @@ import torch
 
 import syncline.errors
 from syncline.checkpoint.objects import RunLike
+from syncline.control import ControlChannel
 from syncline.environment import detect
 from syncline.errors import IncompatibleError, PeerLostError, SynclineError, UnsupportedError, WorldError
 from syncline.runtime import Task
 from syncline.strategies import AsynchronousRun
-from syncline.strategies.control import ControlChannel
 from syncline.world import Group, World, allgather, current_world
 
 __all__ = ["Participants"]

@@ -49,8 +49,10 @@ class ControlLog:
     [('joined', {'member': 3})]
     """
 
-    def __init__(self, store: KeyValueStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: KeyValueStore, clock: Callable[[], float] = time.time, key: str = LOG_KEY) -> None:
         self._store = store
+        self._key = key
+        """The prefix of the keys of the entries. Logs with different prefixes are separate."""
         self._clock = clock
         self._read = 0
         """The number of the next entry to read."""
@@ -65,7 +67,7 @@ class ControlLog:
         number = self._read
         while True:
             # Only an absent key is set; another writer's entry is returned instead of ours.
-            found = self._store.compare_set(f"{LOG_KEY}/{number}", "", text)
+            found = self._store.compare_set(f"{self._key}/{number}", "", text)
             if found == text.encode():
                 return number
             number += 1
@@ -73,8 +75,8 @@ class ControlLog:
     def read(self) -> list[LogEntry]:
         """The entries since the last call of this object, oldest first."""
         entries = []
-        while self._store.check([f"{LOG_KEY}/{self._read}"]):
-            entries.append(_parse(self._read, self._store.get(f"{LOG_KEY}/{self._read}")))
+        while self._store.check([f"{self._key}/{self._read}"]):
+            entries.append(_parse(self._read, self._store.get(f"{self._key}/{self._read}")))
             self._read += 1
         return entries
 

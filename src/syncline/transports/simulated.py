@@ -29,6 +29,7 @@ from syncline.transports.base import (
     group_ranks_by_text,
 )
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
+from syncline.transports.memory_store import MemoryStore
 from syncline.transports.messages import Mailbox, MailboxHandle, PostedReceive, channel_closed, do_nothing, tag_name
 from syncline.transports.network import Network
 
@@ -36,6 +37,8 @@ __all__ = ["Message", "SimulatedNetwork", "SimulatedTransport", "VirtualTiming",
 
 JOB_CHANNEL = ("job",)
 """The key of the channel of all processes: the ranks of the world and the extra ones."""
+STORE_CALL_S = 20e-6
+"""Virtual seconds of a call of the key-value store. Other tasks run meanwhile."""
 MAX_KEPT_CALLS = 1024
 """Number of collectives of a channel whose calls are stored. A rank further behind is not compared."""
 RETRY_AFTER_S = 0.05
@@ -133,6 +136,8 @@ class SimulatedNetwork:
         """Channels that exist from the start: a rank may close one and use it again."""
         self._windows: dict[tuple[object, ...], list[Tensor]] = {}
         self._calls: dict[tuple[int, int], dict[int, str]] = {}
+        self.control_values: dict[str, bytes] = {}
+        """The values of the key-value store of all processes."""
         self._schedule_faults()
 
     def slowness(self, rank: int) -> float:
@@ -404,6 +409,9 @@ class SimulatedTransport(Transport):
             pending=pending,
             seconds=seconds,
         )
+
+    def control_store(self) -> MemoryStore:
+        return MemoryStore(self.network.control_values, lambda: self.runtime.sleep(STORE_CALL_S))
 
     def lost(self) -> dict[int, str]:
         return {rank: self.network.end_of(rank) for rank in self.members if self.network.broken(rank)}

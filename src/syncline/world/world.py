@@ -24,6 +24,7 @@ from syncline.runtime import Runtime
 from syncline.specs import nearest
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S, check_ranks
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.world.group import Group
 
 __all__ = ["World", "current_world", "init"]
@@ -145,6 +146,10 @@ class World:
     def job_channel(self) -> Transport:
         """The channel of all processes of the job: the ranks first, then servers and evaluators where there are any."""
         return self.transport.job_channel
+
+    def control_store(self) -> KeyValueStore:
+        """The key-value store of all processes of the job: the launcher's, rank 0's, or one in memory."""
+        return self.transport.control_store()
 
     @property
     def wide(self) -> Transport | None:

@@ -38,6 +38,7 @@ from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, Syn
 from syncline.runtime import RealRuntime, Task
 from syncline.transports.base import MAX_TAG, Handle, NativeCollectives, Op, Transport, format_bytes
 from syncline.transports.key_value_store import (
+    KeyValueStore,
     find_rendezvous,
     first_line,
     listening_address,
@@ -421,6 +422,9 @@ class TorchTransport(Transport):
         with self._lock:
             self._unbounded_waits -= 1
 
+    def control_store(self) -> KeyValueStore:
+        return self.factory.control_store
+
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
 
@@ -538,7 +542,7 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
         program=program_name(),
     )
     address = listening_address(rendezvous.address, environment.on_one_host)
-    factory = ProcessGroupFactory(prefix, liveness, timeout, address, bounded_store.close)
+    factory = ProcessGroupFactory(prefix, liveness, timeout, address, bounded_store.prefixed(f"{name}/control"))
     try:
         return TorchTransport(factory, tuple(range(environment.size)), environment.rank)
     except WorldError:

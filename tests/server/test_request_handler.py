@@ -290,7 +290,8 @@ def test_observers_wait_for_the_space_and_have_no_clock() -> None:
 @pytest.mark.parametrize(
     "asked",
     [b"", b"[1]", b'{"do": "dance"}', b'{"do": ["x"]}', b'{"do": "clocks", "clocks": [1]}',
-     b'{"do": "clocks", "clocks": [-1, 0]}', b'{"do": "clocks", "clocks": [1e400, 0]}', b'{"do": "handler", "name": "unheard_of"}', b'{"do": "below", "below": 3}',
+     b'{"do": "clocks", "clocks": [-1, 0]}', b'{"do": "clocks", "clocks": [1e400, 0]}',
+     b'{"do": "handler", "name": "unheard_of"}', b'{"do": "below", "below": 3}',
      b"[" * 20000],
 )  # fmt: skip
 def test_invalid_control_requests_are_refused(asked: bytes) -> None:

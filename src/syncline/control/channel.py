@@ -41,7 +41,7 @@ logger = logging.getLogger("syncline")
 
 REFRESH_EVERY_S = 0.02
 """Shortest interval between two refreshes of a worker that takes steps."""
-IDLE_SECONDS = (0.25, 5.0)
+IDLE_SECONDS = (0.05, 5.0)
 """The interval between two refreshes during a step: the first, and the largest."""
 MAX_IDLE_S = 3600.0
 """After so many seconds without a step the worker refreshes nothing until its next step."""

@@ -259,7 +259,7 @@ class ControlChannel:
 
 def _refresh_while_open(reference: weakref.ref[ControlChannel], runtime: Runtime, wake: Event) -> None:
     """Refresh a channel at the end of each step, and at intervals during a long one. It does not keep the run alive."""
-    (pause, longest), idle_s = IDLE_SECONDS, 0.0
+    (pause, longest), idle_s, never = IDLE_SECONDS, 0.0, runtime.event()
     while True:
         stepped = wake.wait(pause if idle_s < MAX_IDLE_S else None, why="the next step")
         wake.clear()
@@ -270,15 +270,16 @@ def _refresh_while_open(reference: weakref.ref[ControlChannel], runtime: Runtime
         del channel
         idle_s = 0.0 if stepped else idle_s + pause
         pause = IDLE_SECONDS[0] if stepped else min(1.5 * pause, longest)
-        runtime.sleep(REFRESH_EVERY_S)
+        never.wait(REFRESH_EVERY_S)
 
 
 def poll(runtime: Runtime) -> Iterator[None]:
     """Yields again and again, with growing pauses in between. The caller leaves the loop."""
     interval, longest = POLL_SECONDS
+    never = runtime.event()  # a deadline, not a sleep: in chaos mode the simulator lets all other events happen first
     while True:
         yield
-        runtime.sleep(interval)
+        never.wait(interval)
         interval = min(2 * interval, longest)
 
 

@@ -50,7 +50,7 @@ POLL_SECONDS = (1e-3, 0.25)
 CHECK_LEFT_EVERY_S = 1.0
 """Interval between two checks for workers that have left. On some transports a check asks the launcher's store."""
 MAX_POSTS = 4096
-"""Posts that a process keeps. A task that reads later misses older ones."""
+"""Entries that the store keeps, and a process. A task that reads later misses older ones."""
 MAX_POST_VALUES = 24
 MAX_KIND_BYTES = 32
 POST, STOP, FINISHED = "post", "stop", "finished"
@@ -111,7 +111,7 @@ class ControlChannel:
             with self._reached():
                 self._number = store.add(f"control/{name}/opened/{rank}", 1)
         self._key = f"control/{name}/{self._number}"
-        self._log = ControlLog(store, runtime.now, f"{self._key}/log")
+        self._log = ControlLog(store, runtime.now, f"{self._key}/log", MAX_POSTS)
         self._posts: deque[Post] = deque(maxlen=MAX_POSTS)
         self._steps = self._published = 0
         self._stop = self.closed = False

@@ -448,11 +448,13 @@ class ParameterServerRun(AsynchronousRun):
     # The run.
 
     def _load_weights(self, model: nn.Module) -> None:
-        self.keys.write(model, self.client.get())
+        with self.explain_errors():
+            self.keys.write(model, self.client.get())
 
     def _finish_training(self) -> None:
         self.finish_pushing()
-        self.client.finish_training()
+        with self.explain_errors():
+            self.client.finish_training()
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         self.weight = weight
@@ -461,19 +463,16 @@ class ParameterServerRun(AsynchronousRun):
         with self.explain_errors():
             self.finish_requests()
             self.put_buffers()
-            super().show_agreed()
-
-    def finish(self) -> None:
-        with self.explain_errors():
-            super().finish()
+        super().show_agreed()
 
     def read_final(self) -> None:
         """Read the weights, the buffers and the optimizer's state, when no worker pushes any more."""
         now, timeout_s = self.world.runtime.now, self.world.transport.timeout
         deadline = now() + timeout_s
         for _ in poll(self.world.runtime):
-            if self.client.applied():
-                break
+            with self.explain_errors():
+                if self.client.applied():
+                    break
             if now() > deadline:
                 raise PeerLostError(
                     f"rank {self.world.rank} has waited {timeout_s:g} s for the sub-masters to relay their last sums "
@@ -481,7 +480,8 @@ class ParameterServerRun(AsynchronousRun):
                     pending="the last sums",
                 )
         super().read_final()
-        self._read_server_state()
+        with self.explain_errors():
+            self._read_server_state()
 
     def close(self) -> None:
         if self._closed:

@@ -94,7 +94,7 @@ with sl.init() as world:
         if rank == 1 and step == 5:
             post("waits")
             until("go on")  # its step takes as long as the test likes
-        if rank == 3 and step == 5:
+        if rank == 0 and step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), x @ truth).backward()
@@ -110,12 +110,12 @@ def test_processes_continue_with_a_slow_and_a_killed_one(runs: Runs) -> None:
         "run", "-n", "4", "--on-failure", "continue", runs.script(UNEVEN), variables={"PYTHONPATH": str(ROOT)}
     )
     runs.read("waits")
-    wait_for(lambda: "SIGKILL" in run.all_err or run.process.exitcode is not None, "rank 3 is killed")
-    steps = [json.loads(runs.read(f"steps{rank}")) for rank in (0, 2)]
+    wait_for(lambda: "SIGKILL" in run.all_err or run.process.exitcode is not None, "rank 0 is killed")
+    steps = [json.loads(runs.read(f"steps{rank}")) for rank in (2, 3)]
     assert all(each[1] <= 6 for each in steps), "worker 1 has stood still all the while"
-    assert steps[0][0] == steps[1][2] == 300
+    assert steps[0][2] == steps[1][3] == 300
     runs.post("go on")
-    ends = [runs.read(f"end{rank}") for rank in range(3)]
+    ends = [runs.read(f"end{rank}") for rank in (1, 2, 3)]
     run.finish()
     assert ends[0] == ends[1] == ends[2]
     assert float(ends[0]) < 0.01

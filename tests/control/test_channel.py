@@ -9,7 +9,7 @@ import pytest
 import syncline as sl
 from syncline.control import ControlBarrier, ControlChannel, MemoryStore, Post
 from syncline.control.channel import MAX_POST_VALUES, MAX_POSTS
-from syncline.errors import PeerLostError, SpecError
+from syncline.errors import PeerLostError, SpecError, UnsupportedError
 from syncline.runtime import RealRuntime
 from syncline.testing import Pool, hunt
 from syncline.testing.collectives import world_on
@@ -113,6 +113,16 @@ def test_channels_of_one_name_are_separate() -> None:
     for first, second in sl.simulate(work, 2).results:
         assert len(first) == 2
         assert second == []
+
+
+def test_a_transport_without_a_store_is_named() -> None:
+    def work(world: World) -> None:
+        Transport.control_store(world.transport)
+
+    with pytest.raises(UnsupportedError, match="simulated has no key-value store for its 2 ranks"):
+        sl.simulate(work, 2)
+    with sl.init() as world:
+        assert world.control_store() is world.control_store(), "a world of one has its own"
 
 
 def test_an_observer_reads_what_workers_publish() -> None:

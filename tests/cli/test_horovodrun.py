@@ -19,6 +19,7 @@ from syncline.cli import horovodrun, placement
 from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.launch import start
+from syncline.launch.elastic import ElasticOptions
 from syncline.launch.programs import Host, LaunchHost, forwarded_variables, rank_programs
 from syncline.launch.start import Job
 from tests.launch.runs import PRELUDE, Runs, wait_for
@@ -84,8 +85,13 @@ def started(script: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("-np 2 -H localhost python train.py", SpecError, "-np 2 but localhost has 1 slot; give more as a:2"),
         ("-H a:x python train.py", SpecError, "'a:x' is not a host"),
         ("-np 1 --hostfile nowhere python train.py", SpecError, "the hostfile 'nowhere' cannot be read"),
-        ("-np 2 --min-np 1 python train.py", UnsupportedError, "--min-np 1 with 2 workers: their number is fixed"),
-        ("-np 2 --max-np 4 python train.py", UnsupportedError, "--max-np 4 with 2 workers: .* leave --max-np out"),
+        (
+            "-np 2 --min-np 3 python train.py",
+            SpecError,
+            "--min-np 3 .* with 2 workers: -np must lie between them",
+        ),
+        ("-np 2 --min-np 0 python train.py", SpecError, "--min-np be at least 1"),
+        ("-np 2 --max-np 4 --mpi python train.py", IncompatibleError, "--max-np 4: mpiexec ends all workers"),
         ("-np 2 --host-discovery-script x python train.py", UnsupportedError, "hosts of a run are fixed"),
         ("-np 2 --output-filename x python train.py", UnsupportedError, "--output-filename: .* > FILE"),
         ("-np 2 --config-file x python train.py", UnsupportedError, "YAML is not read here"),
@@ -156,6 +162,17 @@ def test_where_ranks_go(started: dict[str, Any], script: Path) -> None:
     assert hosts("-np", "5", "-H", "a:2,localhost:2,b:2,c:2") == [("a", 2), ("localhost", 2), ("b", 1)]
     Path("hosts").write_text("# two hosts\na slots=2\n\nb   slots = 4  # big\n")
     assert hosts("-np", "3", "-hostfile", "hosts") == hosts("-np", "3", "--hostfile", "hosts") == [("a", 2), ("b", 1)]
+
+
+def test_min_np_and_max_np_make_an_elastic_job(started: dict[str, Any]) -> None:
+    def limits(*words: str) -> tuple[str, ElasticOptions | None]:
+        horovodrun.run(parsed(*words, "python", "train.py"))
+        return started["job"].policy, started["job"].elastic
+
+    assert limits("-np", "4", "--min-np", "2", "--max-np", "8") == ("continue", ElasticOptions(2, 8, restarts=3))
+    assert limits("-np", "4", "--min-np", "2") == ("continue", ElasticOptions(2, 4, restarts=3))
+    assert limits("--min-np", "2", "--max-np", "3") == ("continue", ElasticOptions(2, 3, restarts=3))
+    assert limits("-np", "4", "--min-np", "4", "--max-np", "4") == ("stop", None)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from syncline.cli import lab, placement, run
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.launch import machine, start
+from syncline.launch.elastic import ElasticOptions
 from syncline.launch.lab import Lab
 
 
@@ -55,6 +56,18 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("-n 2 --servers 1 --handlers my-module train.py", SpecError, "'my-module' is not a module's name"),
         ("-n 2 --mpi --hosts slurm train.py", IncompatibleError, "leave one out"),
         ("-n 2 --servers -1 train.py", SpecError, "cannot be negative"),
+        ("-n 2 --elastic 2 train.py", SpecError, "--elastic 2: write MIN:MAX"),
+        ("-n 2 --elastic 2:x train.py", SpecError, "--elastic 2:x: write MIN:MAX"),
+        ("-n 2 --elastic 0:2 train.py", SpecError, "--elastic 0:2 with 2 workers: the minimum is at least 1"),
+        ("-n 2 --elastic 3:4 train.py", SpecError, "at most 2, the maximum at least 2"),
+        ("-n 4 --elastic 1:3 train.py", SpecError, "the maximum at least 4"),
+        ("-n 2 --elastic 1:2 --restart -1 train.py", SpecError, "--restart -1"),
+        ("-n 2 --elastic 1:2 --mpi train.py", IncompatibleError, "--elastic 1:2: mpiexec ends all workers"),
+        ("-n 2 --elastic 1:2 --hosts slurm train.py", IncompatibleError, "--elastic 1:2: srun ends all workers"),
+        ("-n 2 --elastic 1:2 --on-failure stop train.py", IncompatibleError, "--on-failure stop: with --elastic 1:2"),
+        ("-n 2 --restart 3 train.py", IncompatibleError, "--restart: .* add --elastic MIN:MAX"),
+        ("-n 2 --on-failure restart train.py", IncompatibleError, "--on-failure restart: .* add --elastic"),
+        ("-n 2 --folder a train.py", IncompatibleError, "--folder a: only an elastic job has a folder"),
         ("-n 2 --address 203.0.113.7 train.py", SynclineError, "cannot listen at 203.0.113.7"),
     ],
 )
@@ -70,6 +83,29 @@ def test_arguments_after_the_script_belong_to_it() -> None:
     assert found.program == ["train.py", "-n", "9", "--mpi", "--", "-m"]
     found = parsed("-n", "2", "-m", "package.train", "--mpi")
     assert (found.module, found.mpi, found.program) == (True, False, ["package.train", "--mpi"])
+
+
+@pytest.mark.parametrize(
+    ("line", "restarts", "folder"),
+    [
+        ("--elastic 1:4", 0, "runs/"),
+        ("--elastic 1:4 --on-failure continue", 0, "runs/"),
+        ("--elastic 1:4 --on-failure restart", 3, "runs/"),
+        ("--elastic 1:4 --restart 5 --folder a", 5, "a"),
+    ],
+)
+def test_elastic_options(line: str, restarts: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[start.Job] = []
+
+    def run_here(job: start.Job, ranks: int) -> int:
+        jobs.append(job)
+        return 7
+
+    monkeypatch.setattr(placement, "run_here", run_here)
+    assert run.run(parsed("-n", "2", *line.split(), "train.py")) == 7
+    assert (jobs[0].elastic, jobs[0].policy) == (ElasticOptions(1, 4, restarts), "continue")
+    assert str(jobs[0].folder).startswith(folder)
+    assert jobs[0].silence_limit == "10"
 
 
 def test_oversubscription_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.events import read_log
 from syncline.launch import start
+from syncline.launch.elastic import ElasticOptions
 from tests.launch.runs import Run, Runs, wait_for
 
 CONVEX = "regression(features=4, samples=256)"
@@ -71,6 +72,9 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --servers 1 --strategy hogwild", IncompatibleError, "hogwild uses no servers"),
         ("digits --on-failure continue", IncompatibleError, "every step of allreduce needs all workers"),
         ("digits --on-failure continue --strategy ssp", IncompatibleError, "lost with it; add --servers 1"),
+        ("digits -n 2 --elastic 3:4", SpecError, "--elastic 3:4 with 2 workers"),
+        ("digits -n 2 --elastic 1:2 --strategy ssp", IncompatibleError, "--elastic 1:2: without --servers each worker"),
+        ("digits -n 2 --restart 2", IncompatibleError, "add --elastic MIN:MAX"),
         ("digits -n 2000", IncompatibleError, "1079 samples to train on, too few for 2000 workers"),
     ],
 )
@@ -157,11 +161,14 @@ def test_servers_and_what_a_loss_means_reach_the_launcher(tmp_path: Path, monkey
     assert train.run(parsed(CONVEX, "-n", "2", "--strategy", "ssp", "--servers", "2", "--on-failure", "continue")) == 0
     assert train.run(parsed(CONVEX, "-n", "2", "--strategy", "hogwild", "--on-failure", "continue")) == 0
     assert train.run(parsed(CONVEX, "-n", "2")) == 0
+    assert train.run(parsed(CONVEX, "-n", "2", "--elastic", "1:4", "--on-failure", "restart", "--out", "a")) == 0
     assert [(job.servers, job.policy, job.evaluators) for job in started] == [
         (2, "continue", 1),
         (0, "continue", 0),
         (0, "stop", 0),
+        (0, "continue", 0),
     ]
+    assert (started[-1].elastic, started[-1].folder) == (ElasticOptions(1, 4, restarts=3), Path("a"))
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

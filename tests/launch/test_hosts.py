@@ -214,6 +214,29 @@ def test_the_agents_end_with_the_launcher(runs: Runs, ssh: str, sent: signal.Sig
     wait_for(lambda: not any(map(alive, pids)), "the ranks are gone")
 
 
+MEMBER = """
+post(f"member{os.environ['SYNCLINE_MEMBER']}", os.getpid())
+say("member", os.environ["SYNCLINE_MEMBER"])
+until("go")
+"""
+
+
+@needs_sshd
+def test_agent_starts_a_lost_rank_again(runs: Runs, ssh: str) -> None:
+    """The agent of the host stays although its only rank has ended."""
+    words = ("--hosts", "localhost,alpha", "--elastic", "1:2", "--restart", "1", "--folder", "job")
+    run = runs.start("run", *words, remote_script(runs, MEMBER), variables={"SYNCLINE_SSH": ssh})
+    os.kill(int(runs.read("member1")), signal.SIGKILL)
+    runs.read("member2")
+    runs.read("member0")
+    runs.post("go")
+    run.finish()
+    assert run.code == 0, run.describe()
+    assert "[2] member 2\n" in run.out
+    assert run.err.endswith("syncline: the job ended well; 1 rank was lost, 1 was started again\n")
+    runs.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,23 @@ def test_ranks_on_the_hosts_of_a_lab(runs: Runs) -> None:
     assert run.err.count("\n") == 1
     assert run.err.startswith("syncline: a lab of 2 hosts at 100mbit, measured ")
     assert "no latency of its own" in run.err
+    runs.assert_nothing_left()
+
+
+MEMBER = """
+post(f"member{os.environ['SYNCLINE_MEMBER']}", f"{os.getpid()} {os.uname().nodename}")
+until("go")
+"""
+
+
+def test_lost_rank_is_started_again_on_its_host(runs: Runs) -> None:
+    options = ("--lab", "2@open", "--elastic", "1:2", "--restart", "1", "--folder", "job")
+    run = runs.start("run", *options, runs.script(MEMBER))
+    os.kill(int(runs.read("member1").split()[0]), signal.SIGKILL)
+    assert runs.read("member2").split()[1] == "lab1"
+    runs.read("member0")
+    runs.post("go")
+    assert run.finish().code == 0, run.describe()
     runs.assert_nothing_left()
 
 

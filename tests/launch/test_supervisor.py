@@ -20,6 +20,7 @@ from syncline.launch.processes import (
     format_names,
     read_error_report,
 )
+from syncline.launch.programs import Program
 from syncline.launch.supervisor import FailurePolicy, HeartbeatMonitor, Supervisor
 
 LOST = ErrorReport(
@@ -68,6 +69,9 @@ class Scripted:
     def start(self, give_up: Callable[[], bool]) -> None:
         return
 
+    def add(self, program: Program, give_up: Callable[[], bool]) -> bool:
+        return False
+
     def poll(self) -> list[ProcessExit]:
         return self.fate.pop(0) if self.fate[0] or self.sent else []
 
@@ -76,6 +80,9 @@ class Scripted:
 
     def running(self) -> list[str]:
         return [one.name for many in self.fate for one in many]
+
+    def pids(self) -> dict[str, int]:
+        return {}
 
     def states(self) -> dict[str, ProcessState]:
         return {}

@@ -31,6 +31,9 @@ class Recorded:
         self.done = self._steps == 0
         self._log.append(f"{self._name} advance{' in task' * in_comm_task}")
 
+    def settle(self) -> None:
+        self._log.append(f"{self._name} settle")
+
 
 class InlineGroup:
     """Runs calls of the comm task at once, and counts them."""
@@ -67,6 +70,15 @@ def test_the_comm_task_launches_before_it_finishes() -> None:
     pending.close()
     pending.wait()
     assert log == ["a launch in task", "b launch in task", "a advance in task", "b advance in task"]
+
+
+def test_an_interrupted_queue_settles_every_reduction() -> None:
+    log: list[str] = []
+    pending = queue(overlap=False)
+    for name in "ab":
+        pending.add(Recorded(name, 1, log))
+    pending.settle()
+    assert log == ["a launch", "b launch", "a settle", "b settle"]
 
 
 def test_an_empty_queue_is_done() -> None:

@@ -6,6 +6,7 @@ examples:
   syncline horovodrun -np 8 -H a:4,b:4 python -u train.py          over ssh; every host has the same paths
   syncline horovodrun -np 8 --hostfile hosts -p 2222 python -m package.train
   syncline horovodrun -np 2 --timeline-filename t.json --fusion-threshold-mb 32 python train.py
+  syncline horovodrun -np 4 --min-np 2 --max-np 8 python train.py  goes on with 2 to 8 workers
   syncline horovodrun --check-build
 
 Output, exit code and Ctrl-C are those of `syncline run`. Change one line of the script: import
@@ -32,6 +33,7 @@ from syncline.cli.placement import Placement, add_placement_options
 from syncline.cli.run import check_readable
 from syncline.compat.horovod.settings import PREFIX, read
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticOptions
 from syncline.launch.mpi import why_no_mpi
 from syncline.launch.programs import LOCALHOST, Host, parse_hosts
 from syncline.launch.ssh import ssh_command
@@ -92,7 +94,8 @@ IDLE = {
 REFUSED = {
     "--output-filename": "output goes to the terminal, each line with its rank; write it to a file with > FILE",
     "--config-file": "YAML is not read here; give its settings as flags or as HOROVOD_* variables",
-    "--host-discovery-script": "the hosts of a run are fixed when it is started; name them with -H",
+    "--host-discovery-script": "the hosts of a run are fixed when it is started; name them with -H, and add workers "
+    "from others with syncline join",
     "--jsrun": "LSF's jsrun is not supported; use -H with ssh, --mpi, or syncline run --hosts slurm",
 }
 """Flags of horovodrun that are not supported, and what to do instead."""
@@ -126,9 +129,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_placement_options(engine, "--mpi")
     engine.add_argument("--mpi-args", metavar='="…"', default="", help="more options for mpiexec")
     engine.add_argument("--binding-args", metavar='="…"', default="", help="more options for mpiexec")
-    elastic = parser.add_argument_group("elastic", "the number of workers is fixed: these must equal -np")
-    elastic.add_argument("--min-np", "--min-num-proc", type=int, dest="min_np", metavar="N")
-    elastic.add_argument("--max-np", "--max-num-proc", type=int, dest="max_np", metavar="N")
+    elastic = parser.add_argument_group("elastic", "goes on without workers that fail, and starts them again")
+    elastic.add_argument(
+        "--min-np", "--min-num-proc", type=int, dest="min_np", metavar="N", help="fewest workers; default -np"
+    )
+    elastic.add_argument(
+        "--max-np", "--max-num-proc", type=int, dest="max_np", metavar="N", help="most workers; default -np"
+    )
     _configure_tuning(parser)
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="python train.py args…", help="what to run")
 
@@ -168,18 +175,25 @@ def run(arguments: argparse.Namespace) -> int:
     words = arguments.command_line
     command = parse_command(words[1:] if words[:1] == ["--"] else words)
     hosts = _hosts(arguments)
-    _check_elastic(arguments, sum(host.slots for host in hosts))
     variables = {**command.variables, **_variables(arguments)}
     read({**os.environ, **variables})  # an invalid value is refused here, not on every rank
     idle = [flag for flag in IDLE if vars(arguments)[flag] not in (None, False)]
     if idle:
         logger.warning("without effect here: %s", ", ".join(idle))
-    job = Job(target=command.target, mpi=arguments.mpi, variables=variables, horovod=True)
     ranks, elsewhere = sum(host.slots for host in hosts), () if [host.name for host in hosts] == [LOCALHOST] else hosts
+    elastic = _elastic(arguments, ranks)
+    job = Job(
+        target=command.target,
+        policy="stop" if elastic is None else "continue",
+        mpi=arguments.mpi,
+        variables=variables,
+        horovod=True,
+        elastic=elastic,
+    )
     if arguments.mpi:
         return run_by_mpiexec(job, ranks, elsewhere, shlex.split(f"{arguments.mpi_args} {arguments.binding_args}"))
     with _ssh_options(arguments.ssh_port, arguments.ssh_identity_file):
-        return Placement(ranks, elsewhere).run(job)
+        return Placement(ranks, elsewhere).run_elastic(job, None)
 
 
 def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
@@ -188,6 +202,8 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
         return place_ranks(read_hostfile(arguments.hostfile), ranks)
     if arguments.hosts is not None:
         return place_ranks(arguments.hosts, ranks)
+    if ranks is None:
+        ranks = arguments.min_np
     if ranks is None:
         raise SpecError("how many workers? Give -np N, or hosts with their slots as -H a:2,b:2")
     return (Host(LOCALHOST, ranks),)
@@ -209,12 +225,21 @@ def _check(arguments: argparse.Namespace) -> None:
         raise IncompatibleError("--mpi-args and --binding-args are for mpiexec; add --mpi, or leave them out")
 
 
-def _check_elastic(arguments: argparse.Namespace, ranks: int) -> None:
-    for flag, count in (("--min-np", arguments.min_np), ("--max-np", arguments.max_np)):
-        if count is not None and count != ranks:
-            raise UnsupportedError(
-                f"{flag} {count} with {ranks} worker{'s' * (ranks > 1)}: their number is fixed; leave {flag} out"
-            )
+def _elastic(arguments: argparse.Namespace, ranks: int) -> ElasticOptions | None:
+    """The limits of the options --min-np and --max-np; None if they leave the number of workers fixed."""
+    minimum, maximum = arguments.min_np, arguments.max_np
+    given = f"--min-np {minimum}" if minimum is not None else f"--max-np {maximum}"
+    minimum, maximum = (ranks if count is None else count for count in (minimum, maximum))
+    if minimum == maximum == ranks:
+        return None
+    if arguments.mpi:
+        raise IncompatibleError(f"{given}: mpiexec ends all workers when one fails; leave --mpi out")
+    if not 1 <= minimum <= ranks <= maximum:
+        raise SpecError(
+            f"--min-np {minimum} and --max-np {maximum} with {ranks} worker{'s' * (ranks > 1)}: -np must lie between "
+            "them, and --min-np be at least 1"
+        )
+    return ElasticOptions(minimum, maximum, DEFAULT_RESTARTS)
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:

@@ -96,6 +96,8 @@ def _number(text: str) -> float:
 
 COMMANDS = {
     "run": "run a script on many workers",
+    "status": "show the workers of an elastic job, and what happened",
+    "join": "add one more worker to a running elastic job",
     "horovodrun": "run a script with horovodrun's options",
     "train": "train a workload on many workers",
     "race": "compare strategies: which one reaches a target accuracy first",

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from syncline.environment.lost_after import read_lost_after
 from syncline.errors import IncompatibleError, SpecError
+from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticOptions
+from syncline.launch.job_folder import fresh_job_name
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_oversubscribed
 from syncline.launch.programs import LOCALHOST, Host, parse_hosts
 from syncline.launch.start import Job, run_by_mpiexec, run_here, run_in_lab, run_on_hosts
+from syncline.launch.supervisor import FailurePolicy
+from syncline.training.run_folder import RunFolder
 
-__all__ = ["Placement", "add_placement_options"]
+__all__ = ["Placement", "add_placement_options", "failure_policy", "read_elastic_options"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "-n": {"type": int, "dest": "ranks", "metavar": "N", "help": "number of workers"},
@@ -30,13 +35,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--mpi": {"action": "store_true", "help": "start the workers with mpiexec, and communicate over MPI"},
     "--servers": {"type": int, "default": 0, "metavar": "S", "help": "number of parameter servers; default 0"},
     "--on-failure": {
-        "choices": ("stop", "continue"),
-        "default": "stop",
-        "help": "when a worker fails: stop the others (the default), or let them continue without it",
+        "choices": ("stop", "continue", "restart"),
+        "help": "when a worker fails: stop the others (the default), let them continue without it, or start it again "
+        f"({DEFAULT_RESTARTS} times, with --elastic)",
     },
     "--lost-after": {
         "metavar": "SECONDS",
-        "help": "kill a worker that sends no heartbeat for this long; default 30, 0 for never",
+        "help": "kill a worker that sends no heartbeat for this long; default 30, with --elastic 10; 0 for never",
+    },
+    "--elastic": {
+        "metavar": "MIN:MAX",
+        "help": "go on without workers that fail, while MIN are left; up to MAX may join (syncline join)",
+    },
+    "--restart": {
+        "type": int,
+        "metavar": "K",
+        "help": "start a worker that fails again, K times at most; needs --elastic; default 0",
     },
 }
 
@@ -97,3 +111,37 @@ class Placement:
             sum(host.slots for host in self.hosts if host.name == LOCALHOST) if self.hosts else self.ranks
         )
         return run_on_hosts(job, self.hosts) if self.hosts else run_here(job, self.ranks)
+
+    def run_elastic(self, job: Job, folder: Path | None) -> int:
+        """Run the job. If it is elastic, it has a folder, which is locked meanwhile: the given one, or a new one."""
+        if job.elastic is None:
+            return self.run(job)
+        run_folder = RunFolder(folder or Path("runs") / fresh_job_name())
+        with run_folder.lock():
+            return self.run(replace(job, folder=run_folder.path))
+
+
+def read_elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOptions | None:
+    """Check the options of an elastic job and read them; None if the job is not elastic."""
+    limits, restarts, policy = arguments.elastic, arguments.restart, arguments.on_failure
+    if limits is None:
+        for option, given in (("--restart", restarts is not None), ("--on-failure restart", policy == "restart")):
+            if given:
+                raise IncompatibleError(
+                    f"{option}: the others must take the new worker into their team; add --elastic MIN:MAX"
+                )
+        return None
+    if arguments.mpi:
+        raise IncompatibleError(f"--elastic {limits}: mpiexec ends all workers when one fails; leave --mpi out")
+    if policy == "stop":
+        raise IncompatibleError(
+            f"--on-failure stop: with --elastic {limits} the others go on without a worker; leave one out"
+        )
+    if restarts is None:
+        restarts = DEFAULT_RESTARTS if policy == "restart" else 0
+    return ElasticOptions.parse(limits, ranks, restarts)
+
+
+def failure_policy(arguments: argparse.Namespace) -> FailurePolicy:
+    """What happens to the other ranks when one fails."""
+    return "continue" if arguments.elastic is not None or arguments.on_failure == "continue" else "stop"

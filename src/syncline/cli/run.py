@@ -7,11 +7,13 @@ examples:
   syncline run --hosts slurm -n 8 train.py         inside a Slurm job, by srun
   syncline run -n 4 --mpi train.py                 by mpiexec
   syncline run -n 4 --servers 2 train.py           with two parameter servers
+  syncline run -n 8 --elastic 2:8 --restart 3 train.py      goes on with 2 to 8 workers, and restarts those that fail
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
   syncline run --lab 4@100mbit --mpi train.py      the same by mpiexec
 
 Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails, the others are
-ended. Its traceback is shown once, with all ranks that raised the same error, and its exit code is returned.
+ended. Its traceback is shown once, with all ranks that raised the same error, and its exit code is returned. An
+elastic job has a folder (runs/… or --folder) for syncline status and syncline join.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
-from syncline.cli.placement import Placement, add_placement_options
+from syncline.cli.placement import Placement, add_placement_options, failure_policy, read_elastic_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.start import Job, run_by_srun
 
@@ -29,6 +32,8 @@ __all__ = ["configure", "run"]
 SLURM = "slurm"
 HINTS = {
     **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--np", "--num-workers", "--workers"), "write -n N"),
+    **dict.fromkeys(("--max-restarts", "--max_restarts", "--restarts"), "write --elastic MIN:MAX --restart K"),
+    **dict.fromkeys(("--nnodes", "--min-np", "--max-np", "--min", "--max"), "write --elastic MIN:MAX"),
     **dict.fromkeys(("--host", "-H", "--hostfile", "--machinefile"), "write --hosts a:2,b:2"),
     **dict.fromkeys(
         ("--strategy", "--codec", "--collective"),
@@ -42,11 +47,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_placement_options(
         parser,
-        *("-n", "--hosts", "--mpi", "--lab", "--servers", "--on-failure", "--lost-after"),
+        *("-n", "--hosts", "--mpi", "--lab", "--servers", "--on-failure", "--lost-after", "--elastic", "--restart"),
         help={
             "-n": "number of workers; --hosts and --lab may give it too",
             "--hosts": "hosts and their numbers of workers, over ssh; 'slurm' inside a Slurm job",
         },
+    )
+    parser.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="the folder of an elastic job; default runs/ and the time"
     )
     parser.add_argument("--handlers", metavar="M,…", default="", help="modules with handlers that the servers import")
     parser.add_argument("--address", metavar="A", help="this machine's address that the workers can reach")
@@ -61,14 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
     placement = Placement.read(argparse.Namespace(ranks=arguments.ranks) if slurm else arguments)
     job = Job(
         target=_target(arguments),
-        policy=arguments.on_failure,
+        policy=failure_policy(arguments),
+        elastic=read_elastic_options(arguments, placement.ranks),
         address=arguments.address,
         servers=arguments.servers,
         handlers=arguments.handlers,
         mpi=arguments.mpi,
         lost_after=arguments.lost_after,
     )
-    return run_by_srun(job, placement.ranks) if slurm else placement.run(job)
+    return run_by_srun(job, placement.ranks) if slurm else placement.run_elastic(job, arguments.folder)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -116,10 +125,16 @@ def _check(arguments: argparse.Namespace) -> None:
         raise IncompatibleError("--hosts slurm lets srun start the workers, --mpi mpiexec; leave one out")
     if arguments.mpi or slurm:
         starter = "mpiexec" if arguments.mpi else "srun"
+        if arguments.elastic is not None:
+            raise IncompatibleError(
+                f"--elastic {arguments.elastic}: {starter} ends all workers when one fails; leave it out"
+            )
         if arguments.on_failure == "continue":
             raise IncompatibleError(f"--on-failure continue: {starter} ends all workers when one fails; leave it out")
         if arguments.lost_after is not None:
             raise IncompatibleError(f"--lost-after {arguments.lost_after}: {starter} watches the workers; leave it out")
+    if arguments.folder is not None and arguments.elastic is None:
+        raise IncompatibleError(f"--folder {arguments.folder}: only an elastic job has a folder; add --elastic MIN:MAX")
     if arguments.servers and slurm:
         raise IncompatibleError(f"--servers {arguments.servers}: srun starts workers alone; leave it out")
     if arguments.servers and arguments.mpi and arguments.hosts is not None:

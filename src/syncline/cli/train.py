@@ -12,6 +12,7 @@ examples:
   syncline train workload.py -n 2                               a workload of your own: see syncline new
   syncline train digits -n 4 --strategy hogwild --pace 0.001 --slow rank=2,factor=4      one of four is slow
   syncline train digits -n 4 --strategy "ssp(slack=3)" --servers 1 --on-failure continue      survives lost workers
+  syncline train digits -n 4 --elastic 2:8 --restart 3          goes on with 2 to 8 workers, restarts those that fail
   syncline train kmeans -n 4 --strategy aggregate               k-means by one all-reduce per round
 
 Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
@@ -31,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.cli.placement import Placement, add_placement_options
+from syncline.cli.placement import Placement, add_placement_options, failure_policy, read_elastic_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
 from syncline.training.run_folder import RunFolder, fresh_name
@@ -47,6 +48,7 @@ HINTS = {
     **dict.fromkeys(("--batch-size", "--batch_size"), "write --batch"),
     **dict.fromkeys(("--algorithm", "--allreduce"), "write --collective"),
     **dict.fromkeys(("--compression", "--compress"), "write --codec"),
+    "--folder": "write --out",
     "--checkpoint": "write --checkpoint-every STEPS, or --resume auto to continue",
 }
 
@@ -57,7 +59,7 @@ AUTO = "auto"
 NETWORK_OPTIONS = (
     *("codec", "diagnose", "global_batch", "steps", "warmup", "momentum", "target", "evaluate_every"),
     *("evaluations_after", "out", "resume", "checkpoint_every", "trace", "tensorboard"),
-    *("servers", "on_failure", "lab", "hosts", "pace", "slow"),
+    *("servers", "on_failure", "elastic", "restart", "lab", "hosts", "pace", "slow"),
 )
 """Options of `train` that k-means does not have."""
 
@@ -116,7 +118,7 @@ def _configure_place(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     add_placement_options(
         where,
-        *("--servers", "--on-failure", "--lost-after", "--lab", "--mpi", "--hosts"),
+        *("--servers", "--on-failure", "--lost-after", "--elastic", "--restart", "--lab", "--mpi", "--hosts"),
         help={"--hosts": "hosts and their numbers of workers, over ssh; all see the run's folder"},
     )
     where.add_argument(
@@ -142,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     from syncline.workloads import build
 
     placement = _placement(arguments)
+    elastic = read_elastic_options(arguments, placement.ranks)
     _check_servers(arguments)
     _check_memory(arguments, placement.ranks)
     workload = build(arguments.workload)
@@ -171,7 +174,9 @@ def run(arguments: argparse.Namespace) -> int:
         target=target,
         evaluators=int(wants_evaluator(build_strategy(settings.strategy))),
         servers=arguments.servers,
-        policy=arguments.on_failure,
+        policy=failure_policy(arguments),
+        elastic=elastic,
+        folder=folder.path,
         mpi=arguments.mpi,
         saves=True,
         announce=True,
@@ -204,18 +209,19 @@ def _check_servers(arguments: argparse.Namespace) -> None:
     pairwise = isinstance(strategy, Gossip) and strategy.pairwise  # a server keeps its control channel
     if servers and not (served or pairwise):
         raise IncompatibleError(f"--servers {servers}: {strategy!r} uses no servers; leave it out, or take bsp, ssp, …")
-    if arguments.on_failure == "stop":
+    if failure_policy(arguments) == "stop":
         return
     if arguments.mpi:
         raise IncompatibleError("--on-failure continue: mpiexec ends all workers when one fails; leave it out")
-    if not strategy.survives:
+    option = "--on-failure continue" if arguments.elastic is None else f"--elastic {arguments.elastic}"
+    if arguments.elastic is None and not strategy.survives:
         raise IncompatibleError(
             f"--on-failure continue: every step of {strategy!r} needs all workers; leave it out, or take a strategy "
             "that is asynchronous, such as ssp with --servers 1"
         )
     if served and not servers:
         raise IncompatibleError(
-            f"--on-failure continue: without --servers each worker of {strategy!r} keeps a part of the weights, which "
+            f"{option}: without --servers each worker of {strategy!r} keeps a part of the weights, which "
             "is lost with it; add --servers 1"
         )
 

@@ -2,6 +2,18 @@
 
 from syncline.control.channel import ControlBarrier, ControlChannel, Post, poll
 from syncline.control.log import ControlLog, LogEntry
+from syncline.control.team import Arrival, Team, TeamFormation
 from syncline.transports.memory_store import MemoryStore
 
-__all__ = ["ControlBarrier", "ControlChannel", "ControlLog", "LogEntry", "MemoryStore", "Post", "poll"]
+__all__ = [
+    "Arrival",
+    "ControlBarrier",
+    "ControlChannel",
+    "ControlLog",
+    "LogEntry",
+    "MemoryStore",
+    "Post",
+    "Team",
+    "TeamFormation",
+    "poll",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -79,11 +79,6 @@ class MicroBatches(EpochReader[MicroStep]):
         shuffle: bool | None = None,
         cursor: Cursor | None = None,
     ) -> None:
-        if global_batch < size:
-            raise IncompatibleError(
-                f"a global batch of {global_batch} cannot be split over {size} workers: each needs at least one "
-                "sample. Use a larger global_batch or fewer workers"
-            )
         if micro_batch is not None and micro_batch < 1:
             raise SpecError(f"micro_batch={micro_batch}: a micro-batch has at least one sample")
         self.global_batch = global_batch
@@ -99,13 +94,12 @@ class MicroBatches(EpochReader[MicroStep]):
         self._samples = SampleSource(loader, part, drop_last, global_batch)
         super().__init__(self._samples, part, cursor)
 
-    def read(self, position: DataPosition) -> Iterator[MicroStep]:
+    def _read(self, position: DataPosition) -> Generator[MicroStep, None, None]:
         part = self._part
         requests = self._requests(self._samples.shares(position), position.epoch)
         batches = self._samples.reader.read(requests, mix_seeds(part.seed, position.epoch, part.who))
         for tag, batch in batches:
             position.advance(tag[0].samples)
-            self.cursor.follow(position, tag[0].last)
             step = MicroStep(tag, batch, batches, self.global_batch / part.size)
             yield step
             if step.unread:
@@ -113,7 +107,6 @@ class MicroBatches(EpochReader[MicroStep]):
                     f"a step was left with {step.unread} of its {step.parts} micro-batches unread: the gradients are "
                     "reduced in the last one, for which the other workers wait. Read them all"
                 )
-        self.cursor.finish(position)
 
     def _requests(self, shares: Iterator[RankShare], epoch: int) -> Iterator[BatchRequest[TaggedShare]]:
         for each in shares:

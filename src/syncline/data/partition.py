@@ -7,19 +7,27 @@
 
 A position in an epoch is the number of samples that all ranks together have read. It does not depend on the number of
 ranks, so a run can continue with another number.
+
+If a rank is lost in the middle of an epoch, its share of the current global batch follows what the others have trained:
+
+    order        7 2 9 4 0 5 8 1 6 3          rank 1 is lost in batch 0; it had 2 4
+    new order    7 9 2 4 0 5 8 1 6 3          the position is 2 now; B = 2 for the one rank that is left
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 __all__ = [
+    "EpochItems",
+    "LostShares",
     "RankPartition",
     "RankShare",
     "Take",
@@ -34,6 +42,9 @@ __all__ = [
 
 Take = Callable[[int], list[Any]]
 """Returns the next n items of an epoch's order; fewer at the end."""
+
+MAX_SKIPPED_SAMPLES = 65536
+"""The number of samples that are drawn at once to skip them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,76 @@ class RankShare:
     """Samples of the global batch, of all ranks."""
     last: bool
     """Whether it is this rank's last share of the epoch."""
+
+
+class LostShares(NamedTuple):
+    """The shares of one global batch that lost ranks have not trained. They are dealt again after the other shares."""
+
+    start: int
+    """The position in the epoch at which the global batch starts."""
+    samples: int
+    """Samples of the global batch, of all ranks."""
+    size: int
+    """The number of ranks that shared it."""
+    ranks: tuple[int, ...]
+    """The lost ranks, of `size`."""
+
+    def split(self, batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The items of a global batch that were trained, and those that were not.
+
+        >>> LostShares(start=0, samples=4, size=2, ranks=(1,)).split([7, 2, 9, 4])
+        ([7, 9], [2, 4])
+        """
+        lost = [number % self.size in self.ranks for number in range(len(batch))]
+        trained = [item for item, untrained in zip(batch, lost, strict=True) if not untrained]
+        return trained, [item for item, untrained in zip(batch, lost, strict=True) if untrained]
+
+
+class EpochItems:
+    """The samples of an epoch that are left (or the batches of a batch sampler), in the order in which they are read.
+
+    >>> samples = iter([7, 2, 9, 4, 0, 5, 8, 1, 6, 3])
+    >>> items = EpochItems(lambda count: [index for _, index in zip(range(count), samples)])
+    >>> items.skip(2, [LostShares(start=0, samples=4, size=2, ranks=(1,))])
+    >>> items.take(4)
+    [2, 4, 0, 5]
+    """
+
+    def __init__(self, take: Take, batches: bool = False) -> None:
+        self._take = take
+        self._batches = batches
+        self._front: list[Any] = []
+
+    def take(self, count: int) -> list[Any]:
+        """The next items; fewer at the end."""
+        if not self._front:
+            return self._take(count)
+        found, self._front = self._front[:count], self._front[count:]
+        return found + self._take(count - len(found))
+
+    def put_back(self, items: list[Any]) -> None:
+        """The next call of `take` returns these items first."""
+        self._front = items + self._front
+
+    def count(self, items: Sequence[Any]) -> int:
+        """The number of samples of some items."""
+        return sum(map(len, items)) if self._batches else len(items)
+
+    def draw(self, samples: int) -> Iterator[list[Any]]:
+        """The next items that have so many samples, some at a time."""
+        while samples > 0 and (items := self.take(1 if self._batches else min(samples, MAX_SKIPPED_SAMPLES))):
+            samples -= self.count(items)
+            yield items
+
+    def skip(self, samples: int, lost_shares: Sequence[LostShares] = ()) -> None:
+        """Pass the first samples of the epoch. Lost shares change the order, one after another."""
+        position = 0
+        for lost in lost_shares:
+            deque(self.draw(lost.start - position), maxlen=0)
+            trained, untrained = lost.split(list(chain.from_iterable(self.draw(lost.samples))))
+            self.put_back(untrained)
+            position = lost.start + self.count(trained)
+        deque(self.draw(samples - position), maxlen=0)
 
 
 def mix_seeds(*numbers: int) -> int:

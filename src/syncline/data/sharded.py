@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -25,7 +27,15 @@ from syncline.errors import IncompatibleError, SpecError
 
 __all__ = ["EpochReader", "Sharded", "as_loader", "partition_of"]
 
-T = TypeVar("T")
+logger = logging.getLogger("syncline")
+
+
+class _HasLast(Protocol):
+    @property
+    def last(self) -> bool: ...
+
+
+T = TypeVar("T", bound=_HasLast)
 
 
 class EpochReader(ABC, Generic[T]):
@@ -33,13 +43,86 @@ class EpochReader(ABC, Generic[T]):
 
     def __init__(self, source: Source, part: RankPartition, cursor: Cursor | None, split: bool = True) -> None:
         self.cursor = Cursor() if cursor is None else cursor
+        self.teams = 0
+        """How often the number of ranks has changed."""
         self._source = source
         self._part = part
         self._split = split
+        self._next_part: RankPartition | None = None
+        self._open: weakref.WeakSet[DataPosition] = weakref.WeakSet()
+        self._warned = False
 
     @abstractmethod
+    def _read(self, position: DataPosition) -> Generator[T, None, None]:
+        """The items of the rest of an epoch. The position advances before each item is returned."""
+
     def read(self, position: DataPosition) -> Iterator[T]:
         """The items of an iteration. The cursor moves before each item is returned."""
+        position.ended = False
+        while True:
+            part, items = self._part, self._read(position)
+            for item in items:
+                self.cursor.follow(position, item.last)
+                yield item
+                if self._part is not part and self._source.restarts:
+                    items.close()  # what was read ahead belongs to shares of another number of ranks
+                    break
+            else:
+                break
+        position.end()
+        self.cursor.finish(position)
+
+    def regroup(self, rank: int, size: int, lost: tuple[int, ...] = (), steps: int = 1) -> bool:
+        """Continue as rank `rank` of `size` from the next global batch on. Every rank calls it, in the same step.
+
+        `lost` are the ranks that have not trained their shares of the current global batch, in the numbering of the
+        team to which it was dealt; another call in the same step adds to them. The next global batches begin with these
+        shares. Without a current global batch, between two epochs, nothing is dealt again. `steps` is the number of
+        latest global batches that are not trained yet, the current one included, if gradients are accumulated.
+
+        Returns whether this rank has read all its shares of the epoch, and another global batch follows now.
+        """
+        self.teams += 1
+        if not self._split:
+            return False
+        part = partition_of(rank, size, self._part.seed, pad=not self._part.may_be_empty)
+        if part.may_be_empty and self._open:
+            self._next_part = part  # in an evaluation each rank reads at its own pace, and keeps its share
+            return False
+        if lost and rank == 0 and not (self._source.deals_again or self._warned):
+            self._warned = True
+            logger.warning(
+                f"{len(lost)} of {self._part.size} workers were lost, and this data cannot go back: their latest "
+                "batches are not trained in this epoch. A DataLoader over a dataset with indices deals them again"
+            )
+        untrained = {position: self._deal_again(position, lost, steps) for position in self._open}
+        self._source.regroup(part)
+        self._part = part
+        for position, count in untrained.items():
+            pieces = self._source.pieces(rank, position.samples)
+            over = self.cursor.over and count == 0 if pieces is None else pieces == 0
+            self.cursor.regroup(position, over)
+        return any(position.ended and count > 0 for position, count in untrained.items())
+
+    def _deal_again(self, position: DataPosition, lost: tuple[int, ...], steps: int) -> int:
+        """Move a position back behind what was trained. Returns the number of samples that are dealt again."""
+        source, size = self._source, position.former_size or self._part.size
+        if position.ended and position.former_size is None:
+            rest = source.rest(position)
+            if rest == 0:
+                return 0
+            position.advance(rest)
+        if not position.started or not source.deals_again:
+            return 0
+        # Every k-th sample of several global batches is a rank's only if k divides each of them.
+        steps = steps if source.divides(size) else 1
+        return position.lose(size, lost, steps, lambda batch: source.untrained(position, batch))
+
+    @property
+    def next_state(self) -> dict[str, Any]:
+        """The position of the next global batch, for a rank that joins: an epoch that was left early is over."""
+        left = self.cursor.over and not self._open and not self._source.read_once
+        return Cursor(self.cursor.epoch + 1).state_dict() if left else self.cursor.state_dict()
 
     @property
     def uneven(self) -> bool:
@@ -69,14 +152,27 @@ class EpochReader(ABC, Generic[T]):
 
     def begin(self, work: int | None = None) -> DataPosition:
         """Start an iteration; see `Cursor.begin` for `work`."""
-        return self.cursor.begin(self._source.read_once, work)
+        if self._next_part is not None:
+            self._source.regroup(self._next_part)
+            self._part, self._next_part = self._next_part, None
+        position = self.cursor.begin(self._source.read_once, work)
+        self._open.add(position)
+        return position
+
+    def leave(self, position: DataPosition, work: int | None = None) -> None:
+        """An iteration is complete or ends early; see `Cursor.leave` for `work`."""
+        self._open.discard(position)
+        if position.ended:
+            self.cursor.finish(position)
+        else:
+            self.cursor.leave(position, work)
 
     def __iter__(self) -> Iterator[T]:
         position = self.begin()
         try:
             yield from self.read(position)
         finally:
-            self.cursor.leave(position)
+            self.leave(position)
 
 
 class Sharded(EpochReader[Piece]):
@@ -122,18 +218,16 @@ class Sharded(EpochReader[Piece]):
         """Samples of a full batch of one rank, which has the weight 1.0."""
         return self._source.batch
 
-    def read(self, position: DataPosition) -> Iterator[Piece]:
+    def _read(self, position: DataPosition) -> Generator[Piece, None, None]:
         empty = position.samples == 0
         for piece in self._source.read(position):
             empty = False
-            self.cursor.follow(position, piece.last)
             yield piece
         if empty and self._pad:
             raise IncompatibleError(
                 f"epoch {position.epoch} has no data for rank {self._part.rank}: an iterator or generator can be read "
                 "only once (pass an iterable that starts again), and every worker needs at least one batch"
             )
-        self.cursor.finish(position)
 
 
 def partition_of(rank: int, size: int, seed: int, split: bool = True, pad: bool = True) -> RankPartition:

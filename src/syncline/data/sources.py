@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -24,8 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from syncline.data.cursor import DataPosition
 from syncline.data.loader import BatchReader, BatchRequest, loader_like
-from syncline.data.order import CommonRandomState, length_of, order_of, reseed
+from syncline.data.order import CommonRandomState, Order, length_of, order_of, reseed
 from syncline.data.partition import (
+    EpochItems,
+    LostShares,
     RankPartition,
     RankShare,
     count_shares,
@@ -80,6 +81,7 @@ class Source(ABC):
 
     batch: int
     """Samples of a full batch of one rank; 1 for ready batches."""
+    _part: RankPartition
 
     @property
     def read_once(self) -> bool:
@@ -98,8 +100,76 @@ class Source(ABC):
     def pieces(self, rank: int, start: int = 0) -> int | None:
         """The number of pieces of `rank` in an epoch from `start` on; None if it is unknown."""
 
+    @abstractmethod
+    def regroup(self, part: RankPartition) -> None:
+        """Continue with another number of ranks. Data that leaves some rank without any is refused."""
 
-class SampleSource(Source):
+    @property
+    def restarts(self) -> bool:
+        """Whether an iteration must start again at its position after `regroup`, because it has read ahead."""
+        return False
+
+    @property
+    def deals_again(self) -> bool:
+        """Whether the source can go back, so that shares that lost ranks have not trained are dealt again."""
+        return False
+
+    def untrained(self, position: DataPosition, lost: LostShares) -> int:
+        """The number of samples of lost shares. `position` has the lost shares before them."""
+        return 0
+
+    def rest(self, position: DataPosition) -> int:
+        """The samples of the short global batch after this rank's last share."""
+        return 0
+
+    def divides(self, size: int) -> bool:
+        """Whether each of `size` ranks has the same number of samples (or batches) of a full global batch."""
+        return True
+
+
+class _IndexedSource(Source):
+    """Data with indices, so that every part of an epoch can be read again."""
+
+    _drop_last: bool
+    _order: Order
+    _batches = False
+    """Whether the items of the order are batches."""
+
+    @property
+    def _step_items(self) -> int:
+        """The number of items of a global batch."""
+        return self._part.size
+
+    @property
+    def restarts(self) -> bool:
+        return True
+
+    @property
+    def deals_again(self) -> bool:
+        return True
+
+    def regroup(self, part: RankPartition) -> None:
+        self._part = part
+        if not part.may_be_empty:
+            what = "batches" if self._batches else "samples"
+            check_length(self._order.length, part.size, self._step_items, self._drop_last, what)
+
+    def untrained(self, position: DataPosition, lost: LostShares) -> int:
+        if not self._batches:
+            return sum(len(range(rank, lost.samples, lost.size)) for rank in lost.ranks)
+        items = EpochItems(self._order.begin(position.epoch), self._batches)
+        items.skip(lost.start, position.lost_shares)
+        return items.count(lost.split(list(chain.from_iterable(items.draw(lost.samples))))[1])
+
+    def rest(self, position: DataPosition) -> int:
+        if self._drop_last:
+            return 0
+        items = EpochItems(self._order.begin(position.epoch), self._batches)
+        items.skip(position.samples, position.lost_shares)
+        return items.count(items.take(self._step_items))
+
+
+class SampleSource(_IndexedSource):
     """Single samples: rank r of k takes every k-th of a global batch, starting with r.
 
     A global batch has `global_batch` samples, by default k times the loader's batch size.
@@ -110,13 +180,26 @@ class SampleSource(Source):
     ) -> None:
         assert loader.batch_size is not None
         self.batch = loader.batch_size
-        self._global_batch = self.batch * part.size if global_batch is None else global_batch
-        self._part = part
+        self._fixed_step_items = global_batch
         self._drop_last = loader.drop_last if drop_last is None else drop_last
         self._order = order_of(loader, part.seed)
-        if not part.may_be_empty:
-            check_length(self._order.length, part.size, self._global_batch, self._drop_last)
+        self.regroup(part)
         self.reader: BatchReader[Any] = BatchReader(loader)
+
+    @property
+    def _step_items(self) -> int:
+        return self.batch * self._part.size if self._fixed_step_items is None else self._fixed_step_items
+
+    def divides(self, size: int) -> bool:
+        return self._fixed_step_items is None or self._fixed_step_items % size == 0
+
+    def regroup(self, part: RankPartition) -> None:
+        if self._fixed_step_items is not None and self._fixed_step_items < part.size:
+            raise IncompatibleError(
+                f"a global batch of {self._fixed_step_items} cannot be split over {part.size} workers: each needs at "
+                "least one sample. Use a larger global_batch or fewer workers"
+            )
+        super().regroup(part)
 
     def shares(self, position: DataPosition) -> Iterator[RankShare]:
         """This rank's shares in the rest of the epoch. A position behind the end belongs to other data."""
@@ -126,10 +209,9 @@ class SampleSource(Source):
                 f"the run stands at sample {count} of epoch {position.epoch}, but an epoch of this data has "
                 f"{length}: it was saved with other data"
             )
-        take = self._order.begin(position.epoch)
-        while count > 0 and (passed := len(take(min(count, 65536)))):  # samples that were read before
-            count -= passed
-        return share_samples(take, self._part, self._global_batch, self._drop_last, position.samples)
+        items = EpochItems(self._order.begin(position.epoch))
+        items.skip(count, position.lost_shares)
+        return share_samples(items.take, self._part, self._step_items, self._drop_last, count)
 
     def read(self, position: DataPosition) -> Iterator[Piece]:
         yield from _read_shares(self.reader, self.shares(position), self._part, self.batch, position)
@@ -137,42 +219,37 @@ class SampleSource(Source):
     def uneven(self, start: int) -> bool:
         length = self._order.length
         return length is None or ends_unevenly(
-            max(length - start, 0), self._global_batch, self._part.size, self._drop_last
+            max(length - start, 0), self._step_items, self._part.size, self._drop_last
         )
 
     def pieces(self, rank: int, start: int = 0) -> int | None:
         length = self._order.length
         if length is None:
             return None
-        return count_shares(max(length - start, 0), self._global_batch, rank, self._drop_last)
+        return count_shares(max(length - start, 0), self._step_items, rank, self._drop_last)
 
 
-class BatchSource(Source):
+class BatchSource(_IndexedSource):
     """Batches of a user's batch sampler: batch i goes to rank i mod k."""
+
+    _batches = True
 
     def __init__(self, loader: DataLoader[Any], part: RankPartition, drop_last: bool | None) -> None:
         usual = getattr(loader.batch_sampler, "batch_size", None)
         self.batch = usual if isinstance(usual, int) and usual > 0 else 1
         self._usual = self.batch if self.batch == usual else None
-        self._part = part
         self._drop_last = bool(drop_last)
         self._order = order_of(loader, part.seed)
-        if not part.may_be_empty:
-            check_length(self._order.length, part.size, part.size, self._drop_last, "batches")
+        self.regroup(part)
         self._reader: BatchReader[RankShare] = BatchReader(loader)
 
     def read(self, position: DataPosition) -> Iterator[Piece]:
-        take = self._order.begin(position.epoch)
-        batches = chain.from_iterable(iter(partial(take, 1), []))
-        first = list(islice(batches, 1))  # of the epoch, so that all ranks know it, also after a resume
+        items = EpochItems(self._order.begin(position.epoch), self._batches)
+        first = items.take(1)  # of the epoch, so that all ranks know it, also after a resume
         usual = self._usual or max([1, *map(len, first)])
-        batches = chain(first, batches)
-        passed = 0
-        while passed < position.samples and (gone := list(islice(batches, 1))):
-            passed += len(gone[0])
-        shares = share_batches(
-            lambda count: list(islice(batches, count)), self._part, self._drop_last, position.samples
-        )
+        items.put_back(first)
+        items.skip(position.samples, position.lost_shares)
+        shares = share_batches(items.take, self._part, self._drop_last, position.samples)
         yield from _read_shares(self._reader, shares, self._part, usual, position)
 
     def uneven(self, start: int) -> bool:
@@ -228,10 +305,13 @@ class ReadyBatchSource(Source):
     def __init__(self, data: Iterable[Any], part: RankPartition, drop_last: bool | None) -> None:
         self.batch = 1
         self._data = data
-        self._part = part
         self._drop_last = bool(drop_last)
         self._length = length_of(data)
         self._read = 0  # items read from an iterator, which cannot go back
+        self.regroup(part)
+
+    def regroup(self, part: RankPartition) -> None:
+        self._part = part
         if not part.may_be_empty:
             check_length(self._length, part.size, part.size, self._drop_last, "batches")
 
@@ -240,7 +320,6 @@ class ReadyBatchSource(Source):
         return isinstance(self._data, Iterator) and self._read > 0
 
     def read(self, position: DataPosition) -> Iterator[Piece]:
-        rank, size = self._part.rank, self._part.size
         fresh = position.samples == 0 and not self._part.may_be_empty
         # The random numbers of a generator must be the same on all ranks.
         state = CommonRandomState(mix_seeds(self._part.seed, position.epoch))
@@ -249,6 +328,7 @@ class ReadyBatchSource(Source):
             behind = self._read if batches is self._data else 0
             deque(islice(batches, max(0, position.samples - behind)), maxlen=0)
         while True:
+            rank, size = self._part.rank, self._part.size  # they may change between two steps
             with state.active():
                 mine, seen = self._step(batches)
             self._read = position.samples + seen
@@ -307,6 +387,14 @@ class StreamSource(Source):
             batch_size=loader.batch_size,
             collate_fn=_CountingCollate(loader.collate_fn, loader.batch_size is not None),
         )
+
+    def regroup(self, part: RankPartition) -> None:
+        self._part = part
+        self._dataset.regroup(part)
+
+    @property
+    def restarts(self) -> bool:
+        return self._processes > 0
 
     def read(self, position: DataPosition) -> Iterator[Piece]:
         epoch = position.epoch
@@ -367,13 +455,18 @@ class _SharedStream(IterableDataset[Any]):
         self._drop_last = drop_last
         self._unit = 1 if loader.batch_size is None else batch
         self._single = loader.num_workers < 2
-        # The epoch, and the position in each process's stream: in shared memory, for persistent workers.
+        # The epoch, the position in each process's stream, and the team: in shared memory, for persistent workers.
         self._position = torch.zeros(1 + max(1, loader.num_workers), dtype=torch.int64)
+        self._team = torch.tensor([part.rank, part.size])
         if loader.num_workers:
             self._position.share_memory_()  # type: ignore[no-untyped-call]
+            self._team.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, epoch: int, consumed: list[int]) -> None:
         self._position.copy_(torch.tensor([epoch, *consumed]))
+
+    def regroup(self, part: RankPartition) -> None:
+        self._team.copy_(torch.tensor([part.rank, part.size]))
 
     def __iter__(self) -> Iterator[Any]:
         epoch, *consumed = self._position.tolist()
@@ -386,16 +479,16 @@ class _SharedStream(IterableDataset[Any]):
         if process < consumed.index(min(consumed)):
             # Its batch of this round was read before: an empty one takes its turn.
             yield from [_AlreadyRead] * self._unit
-        group = self._batch * self._part.size
         first = self._single and consumed[process] == 0 and not self._part.may_be_empty
         while True:
-            mine, seen = [], 0
+            rank, size = self._team.tolist()
+            mine, seen, group = [], 0, self._batch * size
             for item in islice(items, group):
-                if seen % self._part.size == self._part.rank:
+                if seen % size == rank:
                     mine.append(item)
                 seen += 1
             if first:
-                check_length(seen, self._part.size, group, self._drop_last, "items")
+                check_length(seen, size, group, self._drop_last, "items")
                 first = False
             if seen < (group if self._drop_last else 1):
                 return

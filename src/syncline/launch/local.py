@@ -64,25 +64,32 @@ class LocalProcesses:
         self._output = output
         self._running: list[_Process] = []
         self._cleanup: CleanupProcess | None = None
+        self._folder = ""
+        self._hosts = {program.host for program in programs}
 
     def start(self, give_up: Callable[[], bool] = lambda: False) -> None:
-        folder = tempfile.mkdtemp(prefix="syncline-run-")
-        self._cleanup = CleanupProcess(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
-        for number, program in enumerate(self._programs):
-            if give_up():
+        self._folder = tempfile.mkdtemp(prefix="syncline-run-")
+        self._cleanup = CleanupProcess(self._folder, mpi=any(program.name == MPIEXEC for program in self._programs))
+        for program in self._programs:
+            if give_up() or not self.add(program, give_up):
                 return
-            try:
-                process = self._start(program, os.path.join(folder, str(number)), give_up)
-            except OSError as error:
-                count = len(self._programs)
-                raise WorldError(f"cannot start {program.name} of {count}: {error}; start fewer") from error
-            if process is None:
-                return
-            self._running.append(process)
-            self._cleanup.add_group(process.pid)
 
-    def _start(self, program: Program, folder: str, give_up: Callable[[], bool]) -> _Process | None:
-        os.mkdir(folder)
+    def add(self, program: Program, give_up: Callable[[], bool] = lambda: False) -> bool:
+        if program.host not in self._hosts or self._cleanup is None:
+            return False
+        try:
+            process = self._start(program, give_up)
+        except OSError as error:
+            count = len(self._programs)
+            raise WorldError(f"cannot start {program.name} of {count}: {error}; start fewer") from error
+        if process is None:
+            return False
+        self._running.append(process)
+        self._cleanup.add_group(process.pid)
+        return True
+
+    def _start(self, program: Program, give_up: Callable[[], bool]) -> _Process | None:
+        folder = tempfile.mkdtemp(dir=self._folder)
         error_file = os.path.join(folder, "error.json")
         own = {"TORCHELASTIC_ERROR_FILE": error_file, "PYTHONUNBUFFERED": "1"}
         variables = {**os.environ, **program.variables, **own}
@@ -128,6 +135,9 @@ class LocalProcesses:
 
     def running(self) -> list[str]:
         return [process.program.name for process in self._running]
+
+    def pids(self) -> dict[str, int]:
+        return {process.program.name: process.pid for process in self._running}
 
     def states(self) -> dict[str, ProcessState]:
         found = {process.program.name: _state(process.pid) for process in self._running}

@@ -15,6 +15,8 @@ from syncline.launch.processes import ProcessExit
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
+    from syncline.transports.key_value_store import BoundedStore
+
 STORE_TIMEOUT_S = 20.0
 ENDED = "run/ended"
 RAISED = "run/raised"
@@ -53,17 +55,17 @@ def _listen(address: str, backlog: int) -> socket.socket:
     return listener
 
 
-def join_store(address: str, port: int) -> TCPStore:
+def join_store(address: str, port: int, timeout_s: float = STORE_TIMEOUT_S) -> TCPStore:
     """Connect to the store that another process serves."""
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False)
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 class ProcessEvents:
     """Events in the store: failures for the ranks, and reports of agents for the launcher."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | BoundedStore) -> None:
         self.store = store
         self._read = {ENDED: 0, RAISED: 0}
 

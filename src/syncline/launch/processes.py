@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from syncline.launch.programs import Program
+
 ProcessState = Literal["stopped", "busy"]
 """The state of a process in the kernel: stopped by a signal, or running."""
 
@@ -164,6 +166,9 @@ class Processes(Protocol):
     def start(self, give_up: Callable[[], bool]) -> None:
         """Start all processes; stop as soon as `give_up()` is true."""
 
+    def add(self, program: Program, give_up: Callable[[], bool]) -> bool:
+        """Start one more process. Returns False if its host does not belong to this group, or `give_up()` is true."""
+
     def poll(self) -> list[ProcessExit]:
         """The processes that have ended since the last call. Does not wait."""
 
@@ -172,6 +177,9 @@ class Processes(Protocol):
 
     def running(self) -> list[str]:
         """The names of the processes that have not ended."""
+
+    def pids(self) -> dict[str, int]:
+        """The process ids, by name, of the processes that have not ended, as far as they are known here."""
 
     def states(self) -> dict[str, ProcessState]:
         """The states, by name, of processes that are stopped or busy, as far as they are known here."""
@@ -196,6 +204,9 @@ class CombinedProcesses:
         for part in self._parts:
             part.start(give_up)
 
+    def add(self, program: Program, give_up: Callable[[], bool]) -> bool:
+        return any(part.add(program, give_up) for part in self._parts)
+
     def poll(self) -> list[ProcessExit]:
         return [ended for part in self._parts for ended in part.poll()]
 
@@ -204,6 +215,9 @@ class CombinedProcesses:
 
     def running(self) -> list[str]:
         return [name for part in self._parts for name in part.running()]
+
+    def pids(self) -> dict[str, int]:
+        return {name: pid for part in self._parts for name, pid in part.pids().items()}
 
     def states(self) -> dict[str, ProcessState]:
         return {name: state for part in self._parts for name, state in part.states().items()}

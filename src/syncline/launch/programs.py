@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from syncline.errors import SpecError
@@ -79,6 +79,8 @@ class Program:
     """Text before each line of its output; None if it writes to the launcher's own streams."""
     enter: tuple[str, ...] = ()
     """The command that runs another command in the host's network namespace; empty outside of a lab."""
+    host: str = ""
+    """The name of its `LaunchHost`."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON, for an agent on another host."""
@@ -110,8 +112,11 @@ def rank_programs(
     common: Mapping[str, str],
     plain_rank: int | None = 0,
     horovod: bool = False,
+    elastic: bool = False,
 ) -> list[list[Program]]:
-    """The programs of the ranks, by host. Ranks are numbered host by host. `horovod`: with Horovod's variables too.
+    """The programs of the ranks, by host. Ranks are numbered host by host.
+
+    `horovod`: with Horovod's variables too. `elastic`: each rank has its member number, which at first is its rank.
 
     >>> found = rank_programs([LaunchHost(name="a", slots=2), LaunchHost(name="b", slots=1)], ["train.py"], {})
     >>> [[program.name for program in programs] for programs in found]
@@ -135,6 +140,8 @@ def rank_programs(
             }
             if horovod:
                 variables |= _horovod_variables([host.slots for host in hosts], number, first + local, local)
+            if elastic:
+                variables[MEMBER_VARIABLE] = str(first + local)
             prefix = None if first + local == plain_rank else f"[{first + local}] "
             programs.append(_program(host, name, target, {**common, **variables}, prefix, rank=first + local))
         found.append(programs)
@@ -157,6 +164,24 @@ def _horovod_variables(slots: Sequence[int], host: int, rank: int, local: int) -
         "HOROVOD_CROSS_RANK": str(sum(count > local for count in slots[:host])),
         "HOROVOD_CROSS_SIZE": str(sum(count > local for count in slots)),
     }
+
+
+def newcomer_program(program: Program, member: int) -> Program:
+    """The program of a new member of an elastic job at the place of one of its first ranks.
+
+    It is not a rank of the first world. It starts alone, and asks the others to take it into their team.
+
+    >>> [[first]] = rank_programs([LaunchHost(name="a", slots=1)], ["train.py"], {}, elastic=True)
+    >>> found = newcomer_program(first, 8)
+    >>> found.name, found.rank, found.prefix, found.variables["SYNCLINE_MEMBER"], found.variables["SYNCLINE_JOIN"]
+    ('rank 8', 8, '[8] ', '8', '1')
+    """
+    name, local = f"rank {member}", program.variables.get(LOCAL_RANK_VARIABLE) or program.variables["LOCAL_RANK"]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    horovod = _horovod_variables([1], 0, 0, 0) if "HOROVOD_RANK" in program.variables else {}
+    own = {MEMBER_VARIABLE: str(member), JOIN_VARIABLE: "1", LOCAL_RANK_VARIABLE: local, "SYNCLINE_PROGRAM": name}
+    variables = {**program.variables, **alone, **horovod, **own}
+    return replace(program, name=name, rank=member, prefix=f"[{member}] ", variables=variables)
 
 
 def server_programs(
@@ -196,9 +221,26 @@ def _program(
     rank: int | None = None,
 ) -> Program:
     environment = {**host.variables, **variables, "SYNCLINE_PROGRAM": name}
-    return Program(name=name, target=tuple(target), variables=environment, rank=rank, prefix=prefix, enter=host.enter)
+    return Program(
+        name=name,
+        target=tuple(target),
+        variables=environment,
+        rank=rank,
+        prefix=prefix,
+        enter=host.enter,
+        host=host.name,
+    )
 
 
+ELASTIC_VARIABLE = "SYNCLINE_ELASTIC"
+"""MIN:MAX, the limits of an elastic job, in the environment of all its programs."""
+MEMBER_VARIABLE = "SYNCLINE_MEMBER"
+"""The number of a rank of an elastic job. It is never given twice."""
+JOIN_VARIABLE = "SYNCLINE_JOIN"
+"""Set for a rank that joins a running job."""
+LOCAL_RANK_VARIABLE = "SYNCLINE_LOCAL_RANK"
+"""The local rank of a rank that joins a running job. Its LOCAL_RANK is 0, because it starts in a world of one rank."""
+ELASTIC_VARIABLES = (ELASTIC_VARIABLE, MEMBER_VARIABLE, JOIN_VARIABLE, LOCAL_RANK_VARIABLE)
 FORWARDED_PREFIXES = (
     *("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON"),
     *("SYNCLINE_", "HOROVOD_"),
@@ -207,6 +249,7 @@ FORWARDED_PREFIXES = (
 NOT_FORWARDED = (
     *("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY", "SYNCLINE_PROGRAM"),
     # They belong to an outer run, inside which this one may be started.
+    *ELASTIC_VARIABLES,
     *("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
     *("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE"),
 )

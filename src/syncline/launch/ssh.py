@@ -199,8 +199,17 @@ class RemoteProcesses:
     """The processes on other hosts."""
 
     def __init__(
-        self, shares: Sequence[HostPrograms], address: str, port: int, events: ProcessEvents, output: OutputForwarder
+        self,
+        shares: Sequence[HostPrograms],
+        address: str,
+        port: int,
+        events: ProcessEvents,
+        output: OutputForwarder,
+        *,
+        elastic: bool = False,
     ) -> None:
+        """With `elastic`, the agents stay when their programs have ended: more may be added."""
+        self._elastic = elastic
         self._links = [(share, AgentConnection(share.host)) for share in shares]
         self._address = address
         self._port = port
@@ -217,8 +226,17 @@ class RemoteProcesses:
                     "address": self._address,
                     "port": self._port,
                     "programs": [program.to_json() for program in share.programs],
+                    "elastic": self._elastic,
                 }
             )
+
+    def add(self, program: Program, give_up: Callable[[], bool]) -> bool:
+        for share, link in self._links:
+            if share.host.name == program.host:
+                share.running[program.name] = program
+                link.send({"program": program.to_json()})
+                return True
+        return False
 
     def poll(self) -> list[ProcessExit]:
         # The exit codes first, the store after them: an agent posts its events before it ends.
@@ -247,6 +265,9 @@ class RemoteProcesses:
 
     def running(self) -> list[str]:
         return [name for share, _ in self._links for name in share.running]
+
+    def pids(self) -> dict[str, int]:
+        return {}
 
     def signal(self, number: int, ranks_only: bool = False) -> None:
         for share, link in self._links:

@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from syncline.environment.base import SAVES
 from syncline.environment.lost_after import LOST_AFTER_VARIABLE, lost_after, read_lost_after
 from syncline.errors import SpecError, UnsupportedError
 from syncline.launch.cleanup_process import clean_up_after_mpiexec
+from syncline.launch.elastic import LOST_AFTER_S, ElasticOptions, elastic_variables
+from syncline.launch.job_folder import RUN_ID_KEY, RUN_ID_VARIABLE, JobRecord, write_end, write_job
 from syncline.launch.lab import Lab, LabHost
 from syncline.launch.local import WORKER, LocalProcesses
 from syncline.launch.machine import warn_if_oversubscribed
@@ -38,6 +41,7 @@ from syncline.launch.programs import (
     server_programs,
     thread_variables,
 )
+from syncline.launch.restarts import ElasticRanks
 from syncline.launch.ssh import HostPrograms, RemoteProcesses, address_towards
 from syncline.launch.supervisor import FailurePolicy, Supervisor, Tick
 
@@ -76,11 +80,23 @@ class Job:
     """Whether the ranks also get Horovod's variables, HOROVOD_RANK and others."""
     lost_after: str | None = None
     """Seconds without a heartbeat after which a program counts as lost, "0" for no limit; None for the default."""
+    elastic: ElasticOptions | None = None
+    """The limits of an elastic job, which goes on without the ranks that fail. Its policy is "continue"."""
+    folder: Path | None = None
+    """The folder of an elastic job, for its `job.json`. The caller has locked it."""
+
+    @property
+    def silence_limit(self) -> str | None:
+        """`lost_after`, which is shorter by default if the job is elastic."""
+        usual = LOST_AFTER_S if self.elastic is not None and LOST_AFTER_VARIABLE not in os.environ else None
+        return usual if self.lost_after is None else self.lost_after
 
 
 def run_here(job: Job, ranks: int) -> int:
     """Run on this machine; return the exit code."""
     address, host = job.address or LOOPBACK, local_host(ranks)
+    if job.elastic is not None and job.address is not None:  # ranks may join from other hosts
+        host = replace(host, variables={**host.variables, "SYNCLINE_KEY": network_key()})
     _start_prefork(job, host)
     return run_supervised(job, [host], serve_store(address, ranks), address)
 
@@ -99,8 +115,8 @@ def _start_prefork(job: Job, host: LaunchHost) -> None:
 def run_supervised(job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str) -> int:
     """Run on hosts that are all on this machine (a lab, or the machine itself); return the exit code."""
     with _terminal_output() as output:
-        processes = _local_processes(job, hosts, store, address, output)
-        return _supervise(job, processes, ProcessEvents(store), hosts, output)
+        programs = _local_programs(job, hosts, store, address)
+        return _supervise(job, LocalProcesses(programs, output), programs, ProcessEvents(store), hosts, output)
 
 
 @dataclass(frozen=True)
@@ -119,17 +135,15 @@ def run_logged(
 ) -> JobExit:
     """Run on hosts that are all on this machine, with all output in `log`."""
     with OutputForwarder(log, log) as output:
-        processes = _local_processes(job, hosts, store, address, output)
+        processes = LocalProcesses(_local_programs(job, hosts, store, address), output)
         supervisor = _supervisor(job, processes, ProcessEvents(store), hosts, output.say, tick)
         code = supervisor.run()
     return JobExit(code, supervisor.failure, supervisor.ended_early)
 
 
-def _local_processes(
-    job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str, output: OutputForwarder
-) -> LocalProcesses:
+def _local_programs(job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str) -> list[Program]:
     common = rendezvous_variables(address, store.port)
-    return LocalProcesses([program for each in _programs(job, hosts, common) for program in each], output)
+    return [program for each in _programs(job, hosts, common) for program in each]
 
 
 def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
@@ -154,8 +168,10 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     remote = [HostPrograms(number, host, programs) for number, (host, programs) in numbered if host.name != LOCALHOST]
     with _terminal_output() as output:
         parts: list[Processes] = [LocalProcesses(here, output)] if here else []
-        parts += [RemoteProcesses(remote, address, store.port, events, output)] if remote else []
-        return _supervise(job, CombinedProcesses(parts), events, launch_hosts, output)
+        elastic = job.elastic is not None
+        parts += [RemoteProcesses(remote, address, store.port, events, output, elastic=elastic)] if remote else []
+        programs = [program for _, (_, each) in numbered for program in each]
+        return _supervise(job, CombinedProcesses(parts), programs, events, launch_hosts, output)
 
 
 def run_by_mpiexec(
@@ -195,17 +211,20 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
     workers = sum(host.slots for host in hosts)
     # With MPI there is no evaluator: only ranks and servers join its world, and rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
+    # With an address that others can reach, ranks of an elastic job may join from other hosts.
+    elsewhere = int(job.elastic is not None and job.address is not None)
     variables = role_environment(
-        workers, servers=job.servers, evaluators=evaluators, hosts=len(hosts), handlers=job.handlers
+        workers, servers=job.servers, evaluators=evaluators, hosts=len(hosts) + elsewhere, handlers=job.handlers
     )
-    limit = {} if job.lost_after is None else {LOST_AFTER_VARIABLE: job.lost_after}
+    limit = {} if job.silence_limit is None else {LOST_AFTER_VARIABLE: job.silence_limit}
     saves = {SAVES: "1"} if job.saves and not job.mpi else {}
-    variables = {**variables, **limit, **saves, **job.variables, **common}
+    elastic = elastic_variables(job.elastic, os.environ)
+    variables = {**variables, **limit, **saves, **elastic, **job.variables, **common}
     if job.mpi:
         return mpiexec_programs(hosts, job.target, variables, job.servers, job.server, plain=job.plain_rank is not None)
     parts = [
         server_programs(hosts, job.server, variables, job.servers),
-        rank_programs(hosts, job.target, variables, job.plain_rank, job.horovod),
+        rank_programs(hosts, job.target, variables, job.plain_rank, job.horovod, job.elastic is not None),
     ]
     if evaluators:
         parts.append(evaluator_programs(hosts, job.target, variables))
@@ -213,14 +232,33 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
 
 
 def _supervise(
-    job: Job, processes: Processes, events: ProcessEvents, hosts: Sequence[LaunchHost], output: OutputForwarder
+    job: Job,
+    processes: Processes,
+    programs: Sequence[Program],
+    events: ProcessEvents,
+    hosts: Sequence[LaunchHost],
+    output: OutputForwarder,
 ) -> int:
     def say(text: str) -> None:
         output.say(f"syncline: {text}")
 
     if job.announce or sys.stderr.isatty():
         say(f"starting {_describe_programs(job, hosts)}")
-    return _supervisor(job, processes, events, hosts, say).run()
+    elastic = None if job.elastic is None else ElasticRanks(job.elastic, programs, events, say)
+    supervisor = _supervisor(job, processes, events, hosts, say, elastic=elastic)
+    if job.elastic is None or job.folder is None:
+        return supervisor.run()
+    if job.announce or sys.stderr.isatty():
+        say(f"to see the workers: syncline status {job.folder}; to add one: syncline join {job.folder}")
+    record = JobRecord.of(programs, job.elastic, saves=job.saves)
+    events.store.set(RUN_ID_KEY, record.environment[RUN_ID_VARIABLE])
+    write_job(job.folder, record)
+    code: int | None = None
+    try:
+        code = supervisor.run()
+        return code
+    finally:
+        write_end(job.folder, record, code)
 
 
 def _describe_programs(job: Job, hosts: Sequence[LaunchHost]) -> str:
@@ -244,10 +282,11 @@ def _supervisor(
     hosts: Sequence[LaunchHost],
     say: Callable[[str], None],
     tick: Tick | None = None,
+    elastic: ElasticRanks | None = None,
 ) -> Supervisor:
     ranks = 1 if job.mpi else sum(host.slots for host in hosts)  # mpiexec represents all ranks
     finishing = (EVALUATOR,) if job.evaluators else ()
-    given = job.lost_after
+    given = job.silence_limit
     limit = lost_after() if given is None else read_lost_after(given, f"--lost-after {given}")
     return Supervisor(
         processes,
@@ -259,6 +298,7 @@ def _supervisor(
         finishing=finishing,
         saves=job.saves and not job.mpi,
         lost_after=limit,
+        elastic=elastic,
     )
 
 

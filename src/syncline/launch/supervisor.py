@@ -13,6 +13,7 @@ from typing import Literal
 from syncline.environment.lost_after import LEFT
 from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import Processes, ProcessExit, ProcessState, first_failure, format_names
+from syncline.launch.restarts import FixedRanks
 
 MAX_GAP_S = 2.0
 """Largest time in seconds that counts between two checks: the launcher itself may have been suspended."""
@@ -86,13 +87,16 @@ class Supervisor:
 
     ```text
     running ──a rank fails (stop)───────────┐   a rank that sends no heartbeat is killed and counts as failed
+       │  ──too few ranks are left (elastic)┤
        │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► ending ──timeout, or Ctrl-C again──► killed ──no answer──► given up
        └──all ranks have ended (servers)────┘   an evaluator may finish first
     ```
 
     With `saves`, each of the three signals means "save and end" to the ranks. Only the ranks receive it, as SIGINT;
     servers and evaluator are ended after the ranks. Programs that must end for another reason are killed at once,
-    because SIGTERM would make them save.
+    because SIGTERM would make them save. The last ranks of an elastic job are asked to save too.
+
+    `elastic` decides which ranks are started again.
     """
 
     def __init__(
@@ -107,8 +111,11 @@ class Supervisor:
         finishing: Collection[str] = (),
         saves: bool = False,
         lost_after: float = math.inf,
+        elastic: FixedRanks | None = None,
     ) -> None:
         self._processes = processes
+        self._elastic = elastic or FixedRanks()
+        self._shortage: str | None = None
         self._events = events
         self._policy = policy
         self._say = say
@@ -141,10 +148,11 @@ class Supervisor:
         """Start the processes, wait for their end, and return the exit code."""
         with self._signal_handlers():
             try:
-                self._processes.start(lambda: bool(self._signals))
+                self._processes.start(self._signalled)
+                self._elastic.record_start(self._processes)
                 while True:
                     self._record_exits(self._processes.poll())
-                    if not self._processes.running() or self._gives_up():
+                    if self._is_over() or self._gives_up():
                         break
                     self._act()
                     time.sleep(POLL_EVERY_S)
@@ -156,6 +164,14 @@ class Supervisor:
     def failure(self) -> ProcessExit | None:
         """The most likely first failure; None if there is none."""
         return first_failure(list(self._failures.values())) if self._failures else None
+
+    def _signalled(self) -> bool:
+        return bool(self._signals)
+
+    def _is_over(self) -> bool:
+        if self._processes.running():
+            return False
+        return self._ending_since is not None or self._signalled() or not self._elastic.expects_more()
 
     def _gives_up(self) -> bool:
         """Whether the remaining programs did not end after they were killed."""
@@ -176,6 +192,9 @@ class Supervisor:
                 self._stopped = True
             elif one.failed and self._ending_since is None:
                 self._fail(one)
+                continue
+            if one.rank is not None:
+                self._elastic.record_exit(one)
 
     def _fail(self, ended: ProcessExit) -> None:
         if ended.name in self._failures:
@@ -184,24 +203,32 @@ class Supervisor:
         self._failures[ended.name] = ended
         self._events.post_dead(ended)
         if self._policy == "continue":
+            then = self._elastic.record_failure(ended) if ended.rank is not None else ""
             first = next(one for one in self._failures.values() if one.same_cause(ended))
             if first is not ended and ended.report is not None:
-                self._say(f"{ended.reason(ended.name)} with the same error as {first.name}")
+                self._say(f"{ended.reason(ended.name)} with the same error as {first.name}{then and f'; {then}'}")
             else:
-                self._say(f"{ended.reason(ended.name)}; the others go on{_details(ended)}")
+                self._say(f"{ended.reason(ended.name)}; {then or 'the others go on'}{_details(ended)}")
 
     def _act(self) -> None:
         now = time.monotonic()
         if self._signals:
             first, since = self._signals[0]
             again = self._signals[-1][1] - since > SAME_SIGNAL_S
-            self._grace = SAVE_TIMEOUT_S if self._saves and self._ending_since is None else self._grace
-            self._request_end(signal.SIGINT if self._saves else FORWARDED[signal.Signals(first)], now, self._saves)
+            self._request_end_of_ranks(FORWARDED[signal.Signals(first)], now)
             if again:
                 self._processes.signal(signal.SIGKILL)
         if self._ending_since is None and now - self._heartbeats_checked >= CHECK_EVERY_S:
             self._heartbeats_checked = now
             self._kill_silent(now)
+        if self._ending_since is None:
+            self._ranks_left += self._elastic.start_due(self._processes, self._signalled)
+            for name in self._elastic.drop_unneeded():
+                self._lost.add(name)
+                self._ranks_left -= 1
+                self._processes.kill(name)
+            if self._too_few_left():
+                self._request_end_of_ranks(signal.SIGTERM, now)
         if self._tick is not None and self._ending_since is None:
             self.ended_early = self._tick()
             if self.ended_early is not None:
@@ -211,7 +238,8 @@ class Supervisor:
                 self._processes.signal(signal.SIGKILL)
             self._wait_for_end(now - self._ending_since)
         elif self._ranks_left == 0:
-            self._end_servers(now)
+            if not self._elastic.expects_more():
+                self._end_servers(now)
         elif self._failures and self._policy == "stop":
             for one in self._processes.raised():
                 self._fail(one)
@@ -226,16 +254,29 @@ class Supervisor:
         """Kill programs that have sent no heartbeat for too long. They count as failed at once."""
         if self._lost_after == math.inf:
             return
-        names = [name for name in self._processes.running() if name not in self._lost]
+        programs = [*self._processes.running(), *self._elastic.joined()]
+        names = [name for name in programs if name not in self._lost]
         for name, seconds in self._heartbeats.check(
             now, self._events.read_heartbeats(names), self._processes.states
         ).items():
             kind, _, number = name.partition(" ")
             rank = int(number) if kind == "rank" else None
-            self._lost.add(name)
-            self._ranks_left -= rank is not None
-            self._processes.kill(name)
-            self._fail(ProcessExit(name=name, rank=rank, code=-signal.SIGKILL, silent=seconds))
+            self._kill(ProcessExit(name=name, rank=rank, code=-signal.SIGKILL, silent=seconds))
+
+    def _kill(self, ended: ProcessExit) -> None:
+        """Kill a program that counts as failed from now on. Its end is not waited for."""
+        self._lost.add(ended.name)
+        self._ranks_left -= ended.rank is not None and ended.name in self._processes.running()
+        self._processes.kill(ended.name)
+        self._fail(ended)
+
+    def _too_few_left(self) -> bool:
+        """Whether fewer ranks are left than an elastic job needs. The first time, a message says so."""
+        if self._failures and self._shortage is None:
+            self._shortage = self._elastic.shortage()
+            if self._shortage is not None:
+                self._say(self._shortage)
+        return self._shortage is not None
 
     def _end_servers(self, now: float) -> None:
         """After the end of all ranks: end the servers, as soon as an evaluator has finished."""
@@ -264,14 +305,22 @@ class Supervisor:
             since = self._raised.setdefault(one.name, now)
             if now - since >= EXIT_TIMEOUT_S and one.name not in self._reported and one.report is not None:
                 self._reported.add(one.name)
-                stops = self._policy == "stop"
+                stops, survives = self._policy == "stop", self._elastic.survives
                 self._say(
                     f"{one.name} has raised {one.report.summary} but does not end: "
                     "its threads or exit handlers are still at work"
-                    + (f"; after {EXIT_TIMEOUT_S:.0f} s it counts as failed, and all are ended" if stops else "")
+                    + (f"; after {EXIT_TIMEOUT_S:.0f} s it counts as failed" if stops or survives else "")
+                    + (", and all are ended" if stops else "")
                 )
                 if stops:
                     self._fail(one)
+                elif survives:
+                    self._kill(one)
+
+    def _request_end_of_ranks(self, number: int, now: float) -> None:
+        """Ask all programs to end by a signal. Ranks that save get SIGINT instead, and the others end after them."""
+        self._grace = SAVE_TIMEOUT_S if self._saves and self._ending_since is None else self._grace
+        self._request_end(signal.SIGINT if self._saves else number, now, self._saves)
 
     def _request_end(self, number: int, now: float, ranks_only: bool = False) -> None:
         if self._ending_since is None:
@@ -286,6 +335,8 @@ class Supervisor:
         if not self._failures:
             return STOPPED if self._stopped else 0
         failures = list(self._failures.values())
+        if self._elastic.survives:
+            return self._conclude_elastic(failures)
         if self._policy == "continue":
             all_failed = sum(one.rank is not None for one in failures) == self._ranks
             rest = "failed; the others ended by themselves"
@@ -303,6 +354,17 @@ class Supervisor:
             self._say(f"{_reason(alike)}{summary}")
         self._say(f"{_reason([one for one in failures if one.same_cause(first)])}{_details(first)}")
         return first.exit_code
+
+    def _conclude_elastic(self, failures: Sequence[ProcessExit]) -> int:
+        """The exit code of an elastic job that has lost programs. Losses of ranks that it has survived do not count."""
+        if self._too_few_left():
+            return first_failure([one for one in failures if one.rank is not None] or failures).exit_code
+        others = [one for one in failures if one.rank is None and one.name not in self._finishing]
+        if others:
+            self._say(f"{format_names([one.name for one in others])} failed; the ranks ended by themselves")
+            return others[0].exit_code
+        self._say(self._elastic.summary())
+        return STOPPED if self._stopped else 0
 
     @contextlib.contextmanager
     def _signal_handlers(self) -> Iterator[None]:

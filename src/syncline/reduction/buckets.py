@@ -104,7 +104,9 @@ class BucketSet:
         order: Sequence[int],
         bucket_bytes: int,
         codecs: Sequence[Codec | None] | None = None,
+        elastic: bool = False,
     ) -> None:
+        """`elastic`: the control numbers of an elastic world, which has one more."""
         codecs = [None] * len(parameters) if codecs is None else codecs
         items = [_item(parameter, codec) for parameter, codec in zip(parameters, codecs, strict=True)]
         groups = assign_buckets(items, order, bucket_bytes)
@@ -113,7 +115,7 @@ class BucketSet:
         groups, shared = _control_last(
             groups, [g[0] not in self.in_place and parameters[g[0]].dtype in CONTROL_DTYPES for g in groups]
         )
-        extra = control_length(len(parameters))
+        extra = control_length(len(parameters), elastic)
         self.buckets: list[Bucket] = []
         self.views: dict[int, Tensor] = {}
         home: dict[int, int] = {}

@@ -114,6 +114,31 @@ class CodecState:
                 "step but the last in run.no_sync(), or give the momentum to the optimizer"
             )
 
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A copy of the state before a pass, which `restore` takes back if a lost worker interrupts the pass."""
+        shared, own = self.shared_state(), self.state()
+        copies: tuple[dict[str, Any], dict[str, Any]] = _copy_tensors(shared), _copy_tensors(own)
+        return copies
+
+    def restore(self, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """Take a snapshot back. Its residuals are scaled to the present number of ranks."""
+        shared, own = snapshot
+        self.load_shared_state(shared)
+        self.load([own])
+
+    def adopt_shared(self, shared: Mapping[str, Any]) -> None:
+        """Take the part of the state that is the same on every rank from another rank. This rank's own stays."""
+        for name, start in shared["warm"].items():
+            device = self._rows[self._index_of(name)][1]
+            self._memories.setdefault(name, {})[SHARED_MEMORY_KEY] = start.to(device, copy=True)
+
+    def use_ranks(self, rank: int, size: int) -> None:
+        """Continue with another number of ranks. Residuals are scaled, because means divide by another number."""
+        if (rank, size) != (self._rank, self._size):
+            snapshot = self.snapshot()
+            self._rank, self._size = rank, size
+            self.restore(snapshot)
+
     def shared_state(self) -> dict[str, Any]:
         """The state that is the same on every rank."""
         warm = {
@@ -235,6 +260,14 @@ class CodecDiagnosis:
         body = torch.zeros(codec.body_bytes(probe.numel, rng.step), dtype=torch.uint8, device=out.device)
         codec.read(body[: codec.write(probe, body, rng)], out, False)
         return out
+
+
+def _copy_tensors(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copy_tensors(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_copy_tensors(value) for value in tree]
+    return tree.clone() if isinstance(tree, Tensor) else tree
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

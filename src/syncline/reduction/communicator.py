@@ -57,17 +57,34 @@ class Communicator:
         known = self.compressed.fixed is not None or collective in (NATIVE, AUTO)
         self.collective = collective if known else build("allreduce", collective).spec
         self.group = world.group() if group is None else group
-        self.rank, self.size = self.group.rank, self.group.size
         self.now = world.runtime.now
-        self.stats = stats or Stats(world.events, world.runtime.lock(), alone=self.size == 1)
+        alone = self.group.size == 1 and world.elastic is None
+        self.stats = stats or Stats(world.events, world.runtime.lock(), alone=alone)
+        self._choices_of_teams: dict[str, str] = {}
+        """The choices of earlier teams of an elastic world."""
+        self._use_group()
+        if world.elastic is not None:
+            world.elastic.communicators.append(self)
+
+    def _use_group(self) -> None:
+        """Set everything that depends on the ranks of the group."""
+        self.rank, self.size = self.group.rank, self.group.size
         self._native = self.group.transport.native
         self._schedules: dict[tuple[int, torch.dtype, torch.device], Schedule | None] = {}
         """The schedule of each size and kind of tensor. None: the engine's own algorithm."""
         self.requests = RequestExecutor(
             self.group.channel, self.gather_algorithm == NATIVE, self._start_sum, self._call_in_comm_task
         )
-        self.overlap_encoding = world.spare and self.size > 1 and self._native.available
+        self.overlap_encoding = self.world.spare and self.size > 1 and self._native.available
         """Encoding has a processor beside backward, and an engine that sends without our help."""
+
+    def rebind(self) -> None:
+        """Continue with the present team of an elastic world. Choices of `auto` stay as they are."""
+        if self.size > 1:
+            self._choices_of_teams = self.choices
+        self.world.rebind_group(self.group)
+        self._use_group()
+        self.adopt(self._choices_of_teams)
 
     def prepare_compressed(self, buckets: Sequence[tuple[Codec, tuple[int, ...]]]) -> None:
         """Choose now how payloads of slices of these sizes are reduced."""
@@ -148,6 +165,8 @@ class Communicator:
 
     def close(self) -> None:
         """Close the group."""
+        if self.world.elastic is not None and self in self.world.elastic.communicators:
+            self.world.elastic.communicators.remove(self)
         if not self.world.closed:
             self.group.close()
 

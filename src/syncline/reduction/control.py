@@ -1,9 +1,10 @@
 """Control numbers: what the ranks report about a step, in a few numbers at the end of the last bucket.
 
-    active │ weight │ not finite │ dense[0] … dense[P−1] │ sparse[0] … sparse[P−1]
+    active │ weight │ not finite │ dense[0] … dense[P−1] │ sparse[0] … sparse[P−1] │ newcomers (elastic worlds only)
 
 Each rank writes its own, and the reduction returns the sum: how many ranks had data, their total weight, how many had
-NaN or Inf, and for each parameter how many ranks have a gradient of it. They need no message of their own.
+NaN or Inf, for each parameter how many ranks have a gradient of it, and how many know of a newcomer that waits for the
+team. They need no message of their own.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ __all__ = ["ControlNumbers", "ExpectedControl", "control_length", "write_control
 HEADER_LENGTH = 3
 
 
-def control_length(parameters: int) -> int:
-    """Number of control numbers for a model with so many parameters."""
-    return HEADER_LENGTH + 2 * parameters
+def control_length(parameters: int, elastic: bool = False) -> int:
+    """Number of control numbers for a model with so many parameters. In an elastic world it is even, else odd."""
+    return HEADER_LENGTH + 2 * parameters + elastic
 
 
 def write_control(
-    into: Tensor, active: bool, weight: float, not_finite: Tensor | bool, dense: Sequence[bool], sparse: Sequence[bool]
+    into: Tensor,
+    active: bool,
+    weight: float,
+    not_finite: Tensor | bool,
+    dense: Sequence[bool],
+    sparse: Sequence[bool],
+    newcomers: bool = False,
 ) -> None:
     """Write this rank's numbers into `into`."""
     numbers = [float(active), weight, 0.0, *map(float, dense), *map(float, sparse)]
+    numbers += [float(newcomers)] * (len(into) - len(numbers))
     into.copy_(torch.tensor(numbers, dtype=into.dtype))
     into[2] = not_finite
 
@@ -36,8 +44,8 @@ def write_control(
 class ExpectedControl:
     """The control numbers of a step in which every rank has every gradient. They are written and compared at once."""
 
-    def __init__(self, parameters: int, size: int, like: Tensor) -> None:
-        own = torch.zeros(control_length(parameters), dtype=like.dtype)
+    def __init__(self, parameters: int, size: int, like: Tensor, elastic: bool = False) -> None:
+        own = torch.zeros(control_length(parameters, elastic), dtype=like.dtype)
         write_control(own, True, 1.0, False, [True] * parameters, [False] * parameters)
         self.own = own.to(like.device)
         self.summed = own * size
@@ -53,6 +61,7 @@ class ControlNumbers:
     not_finite: int
     dense: tuple[int, ...]
     sparse: tuple[int, ...]
+    newcomers: int = 0
 
     @staticmethod
     def read(numbers: Tensor) -> ControlNumbers:
@@ -60,6 +69,7 @@ class ControlNumbers:
         values = numbers.tolist()
         parameters = (len(values) - HEADER_LENGTH) // 2
         counts = [round(value) for value in values[HEADER_LENGTH:]]
+        dense, sparse, rest = counts[:parameters], counts[parameters : 2 * parameters], counts[2 * parameters :]
         return ControlNumbers(
-            round(values[0]), values[1], round(values[2]), tuple(counts[:parameters]), tuple(counts[parameters:])
+            round(values[0]), values[1], round(values[2]), tuple(dense), tuple(sparse), rest[0] if rest else 0
         )

@@ -10,18 +10,20 @@ becomes full, because a second thread would only take turns with backward::
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from syncline.collectives.compressed import LaunchedRequest, Reduction
+from syncline.errors import SynclineError
 from syncline.reduction.stats import CodecPhase
 
 if TYPE_CHECKING:
     from syncline.collectives.compressed.requests import WaitableReduction
     from syncline.reduction.communicator import Communicator
 
-__all__ = ["CompressedReduction", "PlainReduction", "QueuedReduction", "ReductionQueue"]
+__all__ = ["CompressedReduction", "PlainReduction", "QueuedReduction", "ReductionQueue", "ignore_errors"]
 
 
 class QueuedReduction(Protocol):
@@ -35,6 +37,10 @@ class QueuedReduction(Protocol):
 
     def advance(self, in_comm_task: bool = False) -> None:
         """Wait for what is under way, and take the next step. Nothing happens once it is done."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for what is under way, and ignore errors: a lost worker has interrupted it."""
         ...
 
 
@@ -62,6 +68,10 @@ class PlainReduction:
         assert self._pending is not None, "it was launched"
         self._pending.wait()
         self.done = True
+
+    def settle(self) -> None:
+        if self._pending is not None:
+            ignore_errors(self._pending.wait)
 
 
 class CompressedReduction:
@@ -95,6 +105,10 @@ class CompressedReduction:
         if self._watched:
             self._stats.reduced(self._launched_at, self._communicator.now(), self._what)
         self._next(answers[0] if self._single else answers, in_comm_task, "within")
+
+    def settle(self) -> None:
+        for pending in self._pending:
+            ignore_errors(pending.wait)
 
     def _next(self, answer: Any, in_comm_task: bool, phase: CodecPhase) -> None:
         now = self._communicator.now
@@ -156,8 +170,21 @@ class ReductionQueue:
                 reduction.advance()
             waiting = [reduction for reduction in waiting if not reduction.done]
 
+    def settle(self) -> None:
+        """Wait until nothing is under way, after a lost worker has interrupted the pass. Errors are ignored."""
+        for call in self._calls:
+            ignore_errors(call.wait)
+        for reduction in self._reductions:
+            reduction.settle()
+
     def _call(self, work: Callable[[], None]) -> None:
         self._calls.append(self._team.call("the encoding of gradients", work, async_=True))
+
+
+def ignore_errors(wait: Callable[[], object]) -> None:
+    """Wait for something that a lost worker has interrupted."""
+    with suppress(SynclineError):
+        wait()
 
 
 def _finish(reduction: QueuedReduction) -> None:

@@ -29,7 +29,7 @@ from syncline.reduction.codec_state import CodecDiagnosis, CodecState
 from syncline.reduction.communicator import Communicator
 from syncline.reduction.control import ControlNumbers, ExpectedControl
 from syncline.reduction.reduction_pass import ReductionPass
-from syncline.world import allgather
+from syncline.world import RepeatedCall, allgather, barrier
 
 __all__ = ["GradientReducer", "ReducerOptions", "ReductionPolicy", "Scaling", "plain_name"]
 
@@ -99,6 +99,8 @@ class GradientReducer:
         self.policy = policy
         self.check_finite = options.check_finite
         self.find_unused_parameters = options.find_unused_parameters
+        self.elastic = communicator.world.elastic
+        """The changing team of an elastic world; None if the ranks are fixed."""
         self.weight = 1.0
         """The weight of this rank's gradients in the mean."""
         self.active = True
@@ -137,8 +139,8 @@ class GradientReducer:
         self._hooks: dict[int, _GradientHook] = self._attach_hooks() if options.attach_hooks else {}
         self._handles_seen = RemovableHandle.next_id
         communicator.group.transport.monitor.set_undelivered(self._missing_text)
-        if self._hooks:
-            self.lay_out()  # now, while there are no activations in memory
+        if self._hooks:  # now, while there are no activations in memory
+            self._lay_out_anew()
 
     def close(self) -> None:
         """Remove the hooks. Gradients stay as they are."""
@@ -229,8 +231,8 @@ class GradientReducer:
 
     # The bucket layout.
 
-    def lay_out(self) -> None:
-        """Create the buckets, and choose how each is reduced."""
+    def lay_out(self, choose: bool = True) -> None:
+        """Create the buckets. `choose`: choose how each is reduced, together with the other ranks."""
         self._layout_outdated = False
         self._used_order = list(self._order)
         self._free = []  # first, to free memory for the new ones
@@ -238,7 +240,9 @@ class GradientReducer:
         self._free = [found]
         communicator = self.communicator
         self.labels = [self._label(number, bucket.items) for number, bucket in enumerate(found.buckets)]
-        self.expected = ExpectedControl(len(self.parameters), communicator.size, found.control)
+        self._expect_control(found.control)
+        if not choose:
+            return
         communicator.prepare(found.sizes(self.parameters))
         encoded = [bucket for bucket in found.buckets if bucket.codec is not None]
         communicator.prepare_compressed([(bucket.codec, bucket.sizes) for bucket in encoded if bucket.codec])
@@ -248,6 +252,22 @@ class GradientReducer:
             warning = slowdown_warning(communicator, self._encoded(found))
             if warning is not None and communicator.rank == 0:
                 logger.warning("%s", warning)
+
+    def _expect_control(self, like: Tensor) -> None:
+        elastic = self.elastic is not None
+        self.expected = ExpectedControl(len(self.parameters), self.communicator.size, like, elastic)
+
+    def _lay_out_anew(self) -> None:
+        """Lay out together with the other ranks, which may lose one meanwhile."""
+        if self.elastic is None:
+            self.lay_out()
+        else:
+            self.elastic.run(self.communicator.world, RepeatedCall(self._lay_out_together))
+
+    def _lay_out_together(self) -> None:
+        """Lay out in an elastic world: the choice of an algorithm may communicate, and no rank ends before another."""
+        self.lay_out()
+        barrier(self.communicator.group)
 
     def layout(self) -> dict[str, Any]:
         """The order of parameters in the buckets, by name: it decides the order of additions."""
@@ -262,10 +282,18 @@ class GradientReducer:
         if unknown:
             raise IncompatibleError(f"the state is of another model: it has {unknown[0]}, which this one has not")
         self._order = [numbers[name] for name in layout["used"]]
-        if self._hooks:
-            self.lay_out()
+        if self._hooks or self.elastic is not None:
+            self.lay_out(choose=self.elastic is None)  # a newcomer takes the choices of the others
         self._order = [numbers[name] for name in layout["order"]]
-        self.observed, self._layout_outdated = bool(layout["observed"]), bool(layout["anew"]) or not self._hooks
+        self.observed = bool(layout["observed"])
+        self._layout_outdated = bool(layout["anew"]) or (not self._hooks and self.elastic is None)
+
+    def rebind(self) -> None:
+        """Continue with another team of an elastic world, in the same buckets."""
+        if self.codec_state is not None:
+            self.codec_state.use_ranks(self.communicator.rank, self.communicator.size)
+        if self._free or self._in_flight:  # there is a layout
+            self._expect_control(self.expected.own)
 
     def predict(self) -> dict[str, float]:
         """Predicted seconds of a step on this network: sending, and the codec's work. Every rank calls it."""
@@ -282,7 +310,7 @@ class GradientReducer:
 
     def _new_buckets(self, order: Sequence[int]) -> BucketSet:
         codecs = None if self.codec_state is None else self.codec_state.codecs
-        return BucketSet(self.parameters, order, self._bucket_bytes, codecs)
+        return BucketSet(self.parameters, order, self._bucket_bytes, codecs, elastic=self.elastic is not None)
 
     def _encoded(self, found: BucketSet) -> list[tuple[Codec, list[Parameter]]]:
         """The codec and the parameters of each bucket that has a codec."""
@@ -451,7 +479,7 @@ class GradientReducer:
                 self._previous.wait_for_sums()
             state.step += 1
         if self._layout_outdated and not self._in_flight:
-            self.lay_out()
+            self._lay_out_anew()
         buckets = self._free.pop() if self._free else self._new_buckets(self._used_order)
         self._in_flight += 1
         found = ReductionPass(self, buckets)

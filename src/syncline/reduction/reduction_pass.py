@@ -14,11 +14,11 @@ from torch import Tensor
 
 from syncline.codecs import TensorSlice
 from syncline.collectives.compressed import NonfiniteGuard, compressed_allreduce
-from syncline.errors import DivergedError, IncompatibleError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError
 from syncline.reduction.buckets import Bucket, BucketSet
 from syncline.reduction.communicator import Communicator
 from syncline.reduction.control import ControlNumbers, write_control
-from syncline.reduction.queue import CompressedReduction, PlainReduction, ReductionQueue
+from syncline.reduction.queue import CompressedReduction, PlainReduction, ReductionQueue, ignore_errors
 from syncline.world import allgather
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ EXCLUSIVE_STORAGE_USES = 2
 class ReductionPass:
     """The state of one backward pass on this rank."""
 
+    trains = True
+    """It adds the latest batches of each rank to the training; see `RepeatableOperation`."""
+
     def __init__(self, reducer: GradientReducer, buckets: BucketSet) -> None:
         self.buckets = buckets
         self.arrivals: list[int] = []
@@ -45,11 +48,8 @@ class ReductionPass:
         self._reducer = reducer
         self._communicator = communicator = reducer.communicator
         self._step = communicator.stats.steps
-        scaling, size = reducer.policy.scaling, communicator.size
-        self._scale = reducer.weight / size if scaling is None else reducer.weight * scaling.before
-        self._after = 1.0 if scaling is None else scaling.after
-        # A codec's result is a mean already.
-        self._after_codec = 1.0 if scaling is None else scaling.before * scaling.after * size
+        self._weight, self._active = reducer.weight, reducer.active
+        self._set_scale()
         self.arrived = [False] * len(reducer.parameters)
         """For each parameter: autograd has reached it."""
         self._absent: set[int] = set()
@@ -79,6 +79,31 @@ class ReductionPass:
         self._nonfinite: Tensor | None = None
         # A gradient without a bucket may arrive last, and the control numbers must count it.
         self._hold = any(reducer.parameters[index].requires_grad for index in buckets.outside)
+
+        self._elastic = reducer.elastic
+        self._generation = self._team_generation()
+        """The team to which the buckets are sent."""
+        self._repeated = False
+        self._interruption: PeerLostError | None = None
+        """The error of a launch during backward, which is raised at its end."""
+        self._kept: dict[int, Tensor] = {}
+        """In an elastic world: the content of each bucket before it was scaled and sent."""
+        self._kept_rows: dict[int, Tensor] = {}
+        """The same for gradients that are reduced in place."""
+        self._codec_before: Any = None
+        if self._elastic is not None and self._codec_state is not None:
+            self._codec_before = self._codec_state.snapshot()
+
+    def _team_generation(self) -> int:
+        return 0 if self._elastic is None else self._elastic.team.generation
+
+    def _set_scale(self) -> None:
+        """Set the factors that depend on the number of ranks."""
+        scaling, size, weight = self._reducer.policy.scaling, self._communicator.size, self._weight
+        self._scale = weight / size if scaling is None else weight * scaling.before
+        self._after = 1.0 if scaling is None else scaling.after
+        # A codec's result is a mean already.
+        self._after_codec = 1.0 if scaling is None else scaling.before * scaling.after * size
 
     def missing_parameter(self) -> int | None:
         """The first parameter that the next bucket waits for. None: all buckets were sent."""
@@ -117,9 +142,22 @@ class ReductionPass:
             self._queue.close()
 
     def complete(self) -> ControlNumbers:
-        """Wait for the sums and make them means. Returns the control numbers of the step."""
+        """Wait for the sums and make them means. Returns the control numbers of the step.
+
+        In an elastic world the pass is repeated with the survivors if a worker is lost meanwhile.
+        """
         if self.control is not None:
             return self.control
+        if self._elastic is None:
+            return self.attempt()
+        return self._elastic.run(self._communicator.world, self)
+
+    def attempt(self) -> ControlNumbers:
+        """Wait for the sums and make them means."""
+        if self._generation != self._team_generation():  # the team has changed in another operation since the launch
+            self.prepare_again()
+        if self._interruption is not None:
+            raise self._interruption
         communicator = self._communicator
         start = communicator.now()
         if self._queue is not None:
@@ -129,7 +167,7 @@ class ReductionPass:
             for reduction in self._launched:
                 reduction.wait()
         communicator.stats.waited(start, communicator.now())
-        self.control = control = self._read_control()
+        control = self._read_control()
         if self._diagnosis is not None and not control.not_finite:
             self._diagnosis.record()
         size = communicator.size
@@ -139,20 +177,90 @@ class ReductionPass:
                 self._finish_encoded(bucket, rescale * self._after_codec, nonfinite=control.not_finite > 0)
             elif rescale * self._after != 1.0:
                 self._data(bucket).mul_(rescale * self._after)
+        if self.buckets.outside or any(control.sparse):
+            self._sum_outside(control, self._scale * self._after * rescale)
+        if self._elastic is not None:
+            self._elastic.newcomers_known |= control.newcomers > 0
+            self._elastic.idle_after_loss |= self._repeated and 0 < control.active < size
+        return self._conclude(control)
+
+    def _conclude(self, control: ControlNumbers) -> ControlNumbers:
+        """The means are in place: restore what the pass does not change."""
+        self.control = control
         for index, gradient in self._saved.items():
             if not control.dense[index]:  # otherwise this rank had nothing to add, and the others' mean counts
                 self.buckets.views[index].copy_(gradient)
-        if self.buckets.outside or any(control.sparse):
-            self._sum_outside(control, self._scale * self._after * rescale)
-        if self._reducer.find_unused_parameters and self._reducer.active and self._lacks_gradients():
+        if self._reducer.find_unused_parameters and self._active and self._lacks_gradients():
             for index in self.buckets.members:
                 if control.dense[index] and not self._has(index):
                     self._reducer.parameters[index].grad = self._gradient(index)
         return control
 
+    # With a team that has changed; see `RepeatableOperation`.
+
+    def prepare_again(self) -> None:
+        """Restore this rank's gradients and the codec's state from before the pass, and send everything again."""
+        self._settle()
+        self._generation = self._team_generation()
+        self._set_scale()
+        for number, data in self._kept.items():
+            self._data(self.buckets.buckets[number]).copy_(data)
+        for index, row in self._kept_rows.items():
+            torch.mul(row, self._scale_of(index), out=self._in_place[index])
+        if self._codec_state is not None:
+            self._codec_state.restore(self._codec_before)
+            self._queue = ReductionQueue(self._communicator)
+        self._rows.clear()
+        self._launched, self._interruption, self._repeated = [], None, True
+        self._launch()
+        if self._queue is not None:
+            self._queue.close()
+
+    def result(self, control: ControlNumbers) -> dict[str, Any]:
+        """A copy of the means, for ranks that could not complete the pass."""
+        state, parameters = self._codec_state, self._reducer.parameters
+        return {
+            "control": self.buckets.control.clone(),
+            "buckets": {
+                number: self._data(bucket).clone()
+                for number, bucket in enumerate(self.buckets.buckets)
+                if bucket.data is not None
+            },
+            "rows": {index: row.clone() for index, row in self._in_place.items()},
+            "outside": {
+                index: _as_plain(parameters[index].grad)
+                for index in range(len(parameters))
+                if control.sparse[index] or (control.dense[index] and self._bucket_of[index] < 0)
+            },
+            "codec": None if state is None else state.snapshot()[0],
+        }
+
+    def adopt(self, result: dict[str, Any]) -> ControlNumbers:
+        """Take the means of another rank, which has completed this pass with this rank's contribution."""
+        self._settle()
+        self.buckets.control.copy_(result["control"])
+        for number, data in result["buckets"].items():
+            self._data(self.buckets.buckets[number]).copy_(data)
+        for index, row in result["rows"].items():
+            self._in_place[index].copy_(row)
+        for index, plain in result["outside"].items():
+            place = self._unexpected if isinstance(plain, Tensor) else self._sparse
+            self._reducer.parameters[index].grad = place[index] = _from_plain(plain, self._reducer.parameters[index])
+        if self._codec_state is not None:
+            self._codec_state.adopt_shared(result["codec"])
+        return self._conclude(ControlNumbers.read(self.buckets.control))
+
+    def _settle(self) -> None:
+        """Wait until the engine no longer writes into the buckets."""
+        if self._queue is not None:
+            self._queue.settle()
+            return
+        for reduction in self._launched:
+            ignore_errors(reduction.wait)
+
     def wait_for_sums(self) -> None:
         """Wait until compressed reductions are done: the residuals depend on their results."""
-        if self._queue is not None:
+        if self._queue is not None and self.control is None:
             self._queue.wait()
 
     def install(self) -> None:
@@ -170,6 +278,15 @@ class ReductionPass:
 
     def _launch(self) -> None:
         """Send full buckets in index order: the same on every rank."""
+        if self._elastic is None:
+            self._launch_full()
+        elif self._interruption is None:
+            try:
+                self._launch_full()
+            except PeerLostError as error:  # backward goes on, and its end repeats the pass
+                self._interruption = error
+
+    def _launch_full(self) -> None:
         buckets, launched = self.buckets.buckets, self._launched
         while len(launched) < len(buckets) and self._missing[len(launched)] == 0:
             number = len(launched)
@@ -180,8 +297,11 @@ class ReductionPass:
             if bucket.codec is not None:
                 self._encode(number, bucket, last)
                 continue
-            if bucket.data is not None and self._scale != 1.0:
-                bucket.data.mul_(self._scale)
+            if bucket.data is not None:
+                if self._elastic is not None and number not in self._kept:
+                    self._kept[number] = bucket.data.clone()
+                if self._scale != 1.0:
+                    bucket.data.mul_(self._scale)
             if self._reducer.check_finite and bucket.items:
                 self._check_finite(self._data(bucket), bucket.items)
             flat = self._data(bucket) if bucket.flat is None else bucket.flat
@@ -266,6 +386,8 @@ class ReductionPass:
         if not (gradient.is_contiguous() and _owns_memory(gradient)):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             self._reducer.parameters[index].grad = gradient
+        if self._elastic is not None:
+            self._kept_rows[index] = gradient.clone()
         scale = self._scale_of(index)
         if scale != 1.0:
             gradient.mul_(scale)
@@ -280,6 +402,8 @@ class ReductionPass:
         parameter = self._reducer.parameters[index]
         if index in self.buckets.in_place:
             row = self._in_place[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            if self._elastic is not None:
+                self._kept_rows[index] = row.clone() if added is None else added.clone()
             if added is not None:
                 torch.mul(added, self._scale_of(index), out=row)
             return
@@ -301,7 +425,7 @@ class ReductionPass:
     def _scale_of(self, index: int) -> float:
         """The factor of a gradient that is reduced in place. An encoded sum is divided after decoding."""
         encoded = self._codec_state is not None and self._codec_state.codecs[index] is not None
-        return self._reducer.weight if encoded else self._scale
+        return self._weight if encoded else self._scale
 
     # Completing.
 
@@ -330,6 +454,7 @@ class ReductionPass:
                 return reducer.expected.control
         else:
             needed = reducer.uneven or self._codec_state is not None or not reducer.observed
+            needed = needed or self._elastic is not None
             if not (needed or self.buckets.outside):
                 reducer.read_later(numbers, self._suspects, self._present(), self._step)
                 return ControlNumbers.read(numbers) if self._lacks_gradients() else reducer.expected.control
@@ -353,22 +478,25 @@ class ReductionPass:
 
     def _sum_outside(self, control: ControlNumbers, scale: float) -> None:
         """Sum gradients outside the buckets: sparse ones, and dense ones that were not expected."""
-        members = set(self.buckets.members)
+        members, sparse, dense = set(self.buckets.members), {}, {}
         for index, parameter in enumerate(self._reducer.parameters):
             if control.sparse[index]:
                 if control.dense[index]:
                     name = self._reducer.names[index]
                     raise IncompatibleError(f"{name} has a sparse gradient on some ranks and a dense one on others")
                 own = self._sparse.get(index, self._earlier_gradient(index, torch.sparse_coo))
-                summed = sum_sparse(self._communicator, own, parameter, scale)
-                parameter.grad = self._sparse[index] = summed
+                sparse[index] = sum_sparse(self._communicator, own, parameter, scale)
             elif control.dense[index] and index not in members:
                 own = self._unexpected.get(index, self._earlier_gradient(index, torch.strided))
                 summed = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 if own is not None:
                     torch.mul(own.detach(), scale, out=summed)
                 self._communicator.sum_now(_flattened(summed), self._reducer.names[index])
-                parameter.grad = self._unexpected[index] = summed
+                dense[index] = summed
+        for index, summed in (sparse | dense).items():  # last: until then the pass may have to be repeated
+            self._reducer.parameters[index].grad = summed
+        self._sparse |= sparse
+        self._unexpected |= dense
 
     # What has arrived.
 
@@ -405,10 +533,12 @@ class ReductionPass:
     def _write_control(self) -> None:
         """Write this rank's control numbers."""
         reducer = self._reducer
+        newcomers = self._elastic is not None and self._elastic.newcomer_waits()
         if (
             len(self.arrivals) == len(self.arrived)
-            and reducer.active
-            and reducer.weight == 1.0
+            and not newcomers
+            and self._active
+            and self._weight == 1.0
             and self._nonfinite is None
             and not self._sparse
         ):
@@ -417,7 +547,7 @@ class ReductionPass:
         sparse = [index in self._sparse for index in range(len(self.arrived))]
         dense = [present and not other for present, other in zip(self._present(), sparse, strict=True)]
         nonfinite = self._nonfinite if self._nonfinite is not None else False
-        write_control(self.buckets.control, reducer.active, reducer.weight, nonfinite, dense, sparse)
+        write_control(self.buckets.control, self._active, self._weight, nonfinite, dense, sparse, newcomers)
 
     # NaN and Inf.
 
@@ -465,6 +595,23 @@ def sum_sparse(communicator: Communicator, gradient: Tensor | None, parameter: T
         indices = rows.t()
         nbytes = values.numel() * values.element_size() + indices.numel() * indices.element_size()
         communicator.stats.sent(nbytes, nbytes)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+
+
+def _as_plain(gradient: Tensor | None) -> Any:
+    """A copy of a gradient as dense tensors: a sparse one as its indices and values."""
+    assert gradient is not None, "the pass has one"
+    if gradient.layout == torch.strided:
+        return gradient.detach().clone()
+    gradient = gradient.coalesce()
+    return [gradient.indices().clone(), gradient.values().clone()]
+
+
+def _from_plain(plain: Any, parameter: Tensor) -> Tensor:
+    """The gradient of `_as_plain`."""
+    if isinstance(plain, Tensor):
+        return plain.to(parameter.device)
+    indices, values = (each.to(parameter.device) for each in plain)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
 
 

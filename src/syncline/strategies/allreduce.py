@@ -105,7 +105,11 @@ class _AllReduceRun(StrategyRun):
             settings,
             ReductionPolicy(after_backward=self._after_backward),
             codec=codec,
-            attach_hooks=communicator.size > 1 or self._delay > 0 or settings.check_finite or codec is not None,
+            attach_hooks=communicator.size > 1
+            or communicator.world.elastic is not None
+            or self._delay > 0
+            or settings.check_finite
+            or codec is not None,
             find_unused_parameters=settings.find_unused_parameters,
             sparse=_sparse_names(model),
         )
@@ -140,6 +144,13 @@ class _AllReduceRun(StrategyRun):
         else:
             self._gradients.release(reduction)
         return anybody
+
+    @property
+    def elastic_refusal(self) -> str:
+        return "" if not self._delay else f"{self.strategy!r} has gradients in flight: leave the delay or --elastic out"
+
+    def use_team(self) -> None:
+        self._gradients.rebind()
 
     def detach(self) -> None:
         super().detach()
@@ -186,10 +197,10 @@ class _AllReduceRun(StrategyRun):
     # Steps.
 
     def _after_backward(self, reduction: ReductionPass) -> None:
-        self.reductions += 1  # note_reduction() in line: this runs in every step
         if self.uneven.rates is not None:
             self.uneven.note_rates()
         self._finish(reduction)
+        self.reductions += 1  # note_reduction() in line: this runs in every step
         if len(reduction.arrivals) not in self._arrivals and self.communicator.size > 1:
             self._arrivals.add(len(reduction.arrivals))
             self._check_parameters()

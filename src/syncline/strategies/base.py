@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from syncline.codecs import Codec, check_no_gradient_options
 from syncline.control import ControlChannel
 from syncline.data import MicroBatches, Sharded
-from syncline.errors import DivergedError, PeerLostError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.reduction import (
     BUCKET_BYTES,
     Communicator,
@@ -43,7 +43,7 @@ from syncline.specs import Spec
 from syncline.strategies.model_watch import ModelWatch
 from syncline.strategies.run import Readers, Run, Shard, Steps
 from syncline.strategies.uneven import UnevenData
-from syncline.world import allreduce, barrier
+from syncline.world import TeamChange, allreduce, barrier
 
 __all__ = [
     "FlatLayout",
@@ -80,6 +80,8 @@ class RunSettings:
     """Interval in steps at which the codec's error of each layer is written into the run log; 0: never."""
     more_optimizers: tuple[Optimizer, ...] = ()
     """The optimizers after the first, if a model has several."""
+    on_resize: Callable[[int, int], None] | None = None
+    """Called with the old and the new number of workers when the team of an elastic job changes."""
     find_unused_parameters: bool = False
     """True: a worker without a gradient that others have counts as zeros in the mean. False: that is refused."""
 
@@ -195,6 +197,13 @@ class StrategyRun(Run):
         self.synchronised = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         """The `id` of every parameter that the strategy synchronises."""
         self.readers = Readers(communicator.rank, communicator.size)
+        self.epoch_continues = False
+        """Whether this worker had run out of data, and data of a lost worker was dealt to it since."""
+        self._counted_at_batch: int | None = None
+        """`counted_steps` when the current batch was read; None before the first."""
+        self._untrained_batches = 0
+        """The number of latest batches that are in no step that counts for all, the current one included."""
+        self.on_resize = settings.on_resize
         self.uneven = UnevenData(self)
         self.watch = ModelWatch(self, self._reload if self.copies_weights and communicator.size > 1 else None)
         self._closed = False
@@ -318,6 +327,23 @@ class StrategyRun(Run):
         Every worker calls it, after a checkpoint of another strategy or another state was loaded.
         """
 
+    # Contract: a team that changes.
+
+    @property
+    def elastic_refusal(self) -> str:
+        """Why the run cannot continue with another team of an elastic job; empty if it can."""
+        if self.asynchronous:
+            return f"{self.strategy!r} survives the loss of a worker, but no worker can join: leave --restart out"
+        return f"{self.strategy!r} needs the same workers from its start to its end: leave --elastic out"
+
+    @property
+    def counted_steps(self) -> int:
+        """A count that grows when the batches of all workers have become part of what survives the loss of one."""
+        return self.progress
+
+    def use_team(self) -> None:
+        """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
+
     def resume_steps(self) -> None:
         """Set the strategy's step counters to `stats.steps`, which was loaded from another strategy's checkpoint."""
 
@@ -421,6 +447,8 @@ class StrategyRun(Run):
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
+        if self.world.elastic is not None and not self.world.elastic.joining:
+            barrier(self.communicator.group)  # no worker leaves while another may need the result of its last step
         self.release()
         self.communicator.close()
 
@@ -448,6 +476,94 @@ class StrategyRun(Run):
         """The old name of `control_channel`."""
         warnings.warn("run.board() is now called run.control_channel()", DeprecationWarning, stacklevel=2)
         return self.control_channel()
+
+    def team_changed(self, change: TeamChange) -> None:
+        """The world has another team. Its own lost workers and newcomers are in `change`."""
+        self.use_team()
+        self.uneven.forget_rates()
+        elastic = self.world.elastic
+        if self.on_resize is not None and elastic is not None and not elastic.joining:
+            self.on_resize(change.old_size, change.size)
+
+    def batch_read(self, reader: Sharded | MicroBatches) -> None:
+        """A batch of a reader is about to be trained on."""
+        trained = self.counted_steps != self._counted_at_batch
+        self._counted_at_batch = self.counted_steps
+        self._untrained_batches = 1 if trained else self._untrained_batches + 1
+        if self.world.elastic is not None:
+            self.world.elastic.batch_read(self.world, self.readers.place_of(reader), self.stats.steps)
+
+    def apply_change_of_data(self, change: TeamChange) -> None:
+        """Read the data with the new number of workers from the next batch on.
+
+        The batches of lost workers are dealt again, unless a complete step has counted them.
+        """
+        counted = self.counted_steps != self._counted_at_batch
+        lost = () if change.trained and counted else change.lost
+        # A worker that has run out of data has no share of the current global batch.
+        untrained = (0 if counted else self._untrained_batches) + self.uneven.waits
+        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, untrained))
+
+    def newcomer_state(self) -> dict[str, Any]:
+        """The state of this worker that a newcomer starts from."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [each.state_dict() for each in self.optimizers],
+            "schedulers": [each.state_dict() for each in self.uneven.schedulers.find()],
+            "shared": {**self.state_dict()["shared"], "cursors": self.readers.next_state()},
+        }
+
+    def load_newcomer_state(self, state: Mapping[str, Any]) -> None:
+        """In a newcomer: start from the state of a member."""
+        self.model.load_state_dict(state["model"])
+        self._load_optimizers(state)
+        self.load_state_dict({"shared": state["shared"], "local": None})
+
+    def _load_optimizers(self, state: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        schedulers = self.uneven.schedulers.find()
+        if len(schedulers) != len(state["schedulers"]):
+            raise IncompatibleError(
+                f"this worker has {len(schedulers)} learning-rate schedulers, and the others have "
+                f"{len(state['schedulers'])}: a worker joins with the same script"
+            )
+        for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+
+    def between_steps(self, missed: int = 0) -> bool:
+        """Called between two batches of an elastic job: share the state, and admit newcomers, where that is due.
+
+        `missed` is the number of steps that this worker has missed because it had no data. Returns whether it has
+        caught up with the others.
+        """
+        elastic = self.world.elastic
+        if elastic is None:
+            return False
+        due, elastic.idle_after_loss = elastic.idle_after_loss, False
+        if due:
+            self.share_steps(missed)
+            self.uneven.forget_rates()
+        elastic.between_steps(self.world)
+        return due
+
+    def share_steps(self, missed: int) -> None:
+        """Bring workers that have missed steps up to date. Every worker calls it."""
+        self.uneven.share_weights(missed)
+
+    def start_in_team(self) -> None:
+        """Called when the run is complete: the team of an elastic job may have changed meanwhile."""
+        elastic = self.world.elastic
+        if elastic is None:
+            return
+        if self.elastic_refusal and (elastic.joining or not self.asynchronous):
+            raise IncompatibleError(self.elastic_refusal)
+        if not elastic.joining:
+            self.use_team()
+            self.readers.regroup(self.communicator.rank, self.communicator.size, ())
+        else:  # a newcomer takes over the state where the loop over the data begins
+            self.readers.enter_at = lambda place: elastic.enter(self.world, place)
+            self.readers.place_of_team = elastic.place_of_team
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""

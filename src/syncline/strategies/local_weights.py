@@ -55,7 +55,7 @@ class LocalWeightsRun(StrategyRun):
         """Rounds of all workers so far."""
         self.same_size = True
         """Whether the loaded checkpoint is of as many workers."""
-        self._alone = self.communicator.size == 1
+        self._alone = self.communicator.size == 1 and self.world.elastic is None
         self.hooks += [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
@@ -112,6 +112,14 @@ class LocalWeightsRun(StrategyRun):
 
     def settle_uneven(self) -> None:
         self.uneven.settle_local_weights()
+
+    @property
+    def counted_steps(self) -> int:
+        """The rounds: the steps of a lost worker since the last one are lost with it."""
+        return self.rounds
+
+    def share_steps(self, missed: int) -> None:
+        self.uneven.share_rates()
 
     def shown_tensors(self) -> dict[str, Tensor]:
         return {**super().shown_tensors(), **{name: each.detach() for name, each in self._names.items()}}
@@ -187,6 +195,9 @@ class AveragingRun(LocalWeightsRun):
         super().setup()
         self.deltas = DeltaReducer(self.model, self.communicator, self.settings)
 
+    def use_team(self) -> None:
+        self.deltas.rebind()
+
     def detach(self) -> None:
         super().detach()
         self.deltas.close()
@@ -229,13 +240,13 @@ class DeltaReducer(RunReducer):
             communicator,
             settings,
             ReductionPolicy(subject="changes of the weights"),
-            codec=communicator.codec if communicator.size > 1 else None,
+            codec=communicator.codec if communicator.size > 1 or communicator.world.elastic is not None else None,
             attach_hooks=False,
         )
 
     def prepare(self) -> None:
         """Choose the algorithms now. It takes seconds, which the first round then does not need."""
-        if self.communicator.size > 1:
+        if self.communicator.size > 1 and self.elastic is None:
             self.lay_out()
 
     def finish(self, reduction: ReductionPass) -> tuple[list[Tensor], int]:

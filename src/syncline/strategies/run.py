@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -14,13 +15,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from syncline.data import Cursor, MicroBatches, Sharded, move
+from syncline.data.cursor import DataPosition
+from syncline.data.sources import PieceCounts
 from syncline.reduction import Stats
-from syncline.world import World
+from syncline.world import DataPlace, World
 
 if TYPE_CHECKING:
     from syncline.strategies.base import StrategyRun
 
-__all__ = ["Readers", "Run", "Shard", "Step", "Steps"]
+__all__ = ["EpochContinues", "Readers", "Run", "Shard", "Step", "Steps"]
 
 logger = logging.getLogger("syncline")
 
@@ -119,13 +122,36 @@ class Run(ABC):
     ) -> None: ...
 
 
+class EpochContinues(Exception):  # noqa: N818 (ends a wait, and is not an error)
+    """Raised by a run's `settle_uneven` after `Readers.regroup` has returned True: this worker's loop continues.
+
+    Before that the run catches up with the steps that it missed: `settle_uneven` is called again at the new end.
+    """
+
+
 class Readers:
-    """The data readers of a run by name, and their positions, which a checkpoint keeps."""
+    """The data readers of a run by name, and their positions, which a checkpoint keeps.
+
+    When the number of workers changes, every worker that stays calls `regroup`, in the same step. A worker that joins
+    loads their `next_state` and calls `regroup` with its own rank:
+
+    ```text
+    worker 0   step 7: regroup(0, 3, ())   next_state ─┐       step 8   …
+    worker 1   step 7: regroup(1, 3, ())               │       step 8   …
+    newcomer   enter_at(): load_state_dict ◀───────────┘       step 8   …
+                           regroup(2, 3, ())
+    ```
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._positions: dict[str, Mapping[str, Any]] = {}
+        self.enter_at: Callable[[DataPlace], bool] | None = None
+        """In a worker that joins: called before each loop that trains, until it returns True. It then has loaded the
+        positions of the others, and regrouped. False: they have finished that loop, and it reads nothing here."""
+        self.place_of_team: Callable[[], DataPlace | None] = lambda: None
+        """In a worker that joins: where the others read."""
 
     @property
     def sources(self) -> list[Any]:
@@ -150,11 +176,57 @@ class Readers:
     def state_dict(self) -> dict[str, Any]:
         return self._positions | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()}
 
+    def next_state(self) -> dict[str, Any]:
+        """The positions of the next global batch, for a worker that joins. Call it after `regroup`, in the same step.
+
+        Unlike `state_dict`, an epoch that a loop has left early is over: the other workers begin the next one.
+        """
+        return self._positions | {key: reader.next_state for key, (_, reader) in self._readers.items()}
+
     def load_state_dict(self, positions: Mapping[str, Any]) -> None:
         self._positions = dict(positions)
         for key, (_, reader) in self._readers.items():
             if key in self._positions:
                 reader.cursor.load_state_dict(self._positions[key])
+
+    def regroup(self, rank: int, size: int, lost: tuple[int, ...] = (), steps: int = 1) -> bool:
+        """Continue as worker `rank` of `size`, from the next global batch of each reader on.
+
+        Every worker that stays calls it in the same step, in the body of its loop, between two epochs, or in
+        `settle_uneven` if it has run out of data. `lost` are the ranks that have not trained their shares of the
+        current global batch. They are counted in the team to which that batch was dealt, also if the team changes
+        several times in one step. Nothing is lost if the step was complete: `lost` is then empty. `steps` is the number
+        of latest global batches that are not trained yet, the current one included: more than one if gradients are
+        accumulated.
+
+        Returns True if this worker had run out of data, and another global batch follows now. The run then completes
+        the current step, catches up with the weights of the workers that had data, and raises `EpochContinues` out of
+        `settle_uneven`.
+        """
+        self._rank, self._size = rank, size
+        continues = [reader.regroup(rank, size, lost, steps) for _, reader in self._readers.values()]
+        return any(continues)
+
+    def place_of(self, reader: Sharded | MicroBatches) -> DataPlace:
+        """The name of a reader, and the epoch that it reads."""
+        name = next(key for key, (_, each) in self._readers.items() if each is reader)
+        return DataPlace(name, reader.cursor.epoch)
+
+    def follow_team(self, reader: Sharded | MicroBatches) -> None:
+        """In a worker that joins: move a reader to the epoch that the others read."""
+        place = self.place_of_team() if self.enter_at is not None else None
+        while place is not None and self.place_of(reader) < place and place.reader == self.place_of(reader).reader:
+            reader.cursor.pass_epoch()
+
+    def starts(self, reader: Sharded | MicroBatches) -> bool:
+        """Whether the next training loop over a reader reads data; False if the others have finished it."""
+        if self.enter_at is None:
+            return True
+        if not self.enter_at(self.place_of(reader)):
+            reader.cursor.pass_epoch()
+            return False
+        self.enter_at = None
+        return True
 
     def _key(self, data: Any, name: str | None) -> str:
         """A name that the same script gives to the same data next time: loaders are numbered in their order."""
@@ -180,6 +252,21 @@ def _shuffles(data: Any) -> bool:
     return isinstance(data, DataLoader) and type(data.sampler) is RandomSampler
 
 
+@dataclass
+class _Pace:
+    """What a team of workers reads in the rest of an epoch."""
+
+    teams: int
+    """How often the number of workers had changed."""
+    uneven: bool
+    """Whether some workers may run out of data before others."""
+    counts: PieceCounts | None
+    steps_before: int
+    """The run's steps at the start."""
+    pieces: int = 0
+    """What this worker has read so far."""
+
+
 class _Epochs(Generic[R]):
     """Reads one epoch after another, and sets the weight of each piece of data in the mean."""
 
@@ -190,7 +277,11 @@ class _Epochs(Generic[R]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being read; between two loops, the one that the next loop reads."""
+        """The epoch that is being read; between two loops, the one that the next loop reads.
+
+        In a worker that joins an elastic job: the epoch that the others read.
+        """
+        self._run.readers.follow_team(self._reader)
         return int(self._reader.cursor.next_epoch)
 
     def __len__(self) -> int:
@@ -208,30 +299,60 @@ class _Epochs(Generic[R]):
         return f"{type(self).__name__}(epoch {self.epoch}, {length})"
 
     def _pieces(self) -> Iterator[Any]:
-        run, reader, uneven_data = self._run, self._reader, self._run.uneven
+        run, reader = self._run, self._reader
+        if self._pad and not run.readers.starts(reader):
+            return
         run.world.finish_left()
-        before, weight_before, steps_before = run.progress, uneven_data.weight, run.stats.steps
+        before, weight_before = run.progress, run.uneven.weight
         place = reader.begin(before)
-        counts, pieces, ended = reader.counts(place), 0, False
+        try:
+            pace, pieces, ended = self._pace(place), 0, False
+            while not ended:
+                try:
+                    for piece in reader.read(place):
+                        pieces += 1
+                        pace.pieces += 1
+                        self._set_weight(piece.weight, pace.uneven or piece.total != run.communicator.size)
+                        if self._pad:
+                            run.batch_read(reader)
+                        yield piece
+                        if self._pad:
+                            run.between_steps()
+                        if pace.teams != reader.teams:
+                            pace = self._pace(place, pace)
+                    ended = True
+                finally:  # no communication here: an error may have ended the loop
+                    trained = run.progress != before
+                    self._set_weight(*((1.0, False) if ended or trained else weight_before))
+                    if pace.uneven and trained and not ended:
+                        run.uneven.leave(pace.counts is None or pace.pieces > pace.counts.fewest)
+                if pace.uneven and (trained or not pieces):
+                    ended = self._settle(pace)
+                if not ended:
+                    pace = self._pace(place, pace)
+        finally:
+            reader.leave(place, run.progress)
+
+    def _pace(self, place: DataPosition, before: _Pace | None = None) -> _Pace:
+        """What the workers read in the rest of the epoch; `before`: what another number of workers would have read."""
+        run, reader = self._run, self._reader
         uneven = self._pad and reader.uneven and run.communicator.size > 1
         if uneven:
             run.check_uneven()
+        elif before is not None and before.uneven:
+            run.uneven.leave(somebody_ran_out=False)
+        return _Pace(reader.teams, uneven, reader.counts(place), run.stats.steps)
+
+    def _settle(self, pace: _Pace) -> bool:
+        """This worker has run out of data: wait for the others. Returns False if another global batch follows."""
+        run, counts = self._run, pace.counts
         try:
-            for piece in reader.read(place):
-                pieces += 1
-                self._set_weight(piece.weight, uneven or piece.total != run.communicator.size)
-                yield piece
-            ended = True
-        finally:  # no communication here: an error may have ended the loop
-            trained = run.progress != before
-            self._set_weight(*((1.0, False) if ended or trained else weight_before))
-            reader.cursor.leave(place, run.progress)
-            if uneven and trained and not ended:
-                uneven_data.leave(somebody_ran_out=counts is None or pieces > counts.fewest)
-        if uneven and (trained or not pieces):
             run.settle_uneven()
-            if run.asynchronous and counts is not None and run.stats.steps - steps_before == pieces:
-                uneven_data.schedulers.step_missed(pieces, counts.most - counts.own)
+        except EpochContinues:
+            return False
+        if run.asynchronous and counts is not None and run.stats.steps - pace.steps_before == pace.pieces:
+            run.uneven.schedulers.step_missed(pace.pieces, counts.most - counts.own)
+        return True
 
     def _set_weight(self, weight: float, uneven: bool) -> None:
         if self._pad:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from syncline.errors import IncompatibleError
 from syncline.reduction import broadcast_tensors, broadcast_tree, check_same
+from syncline.strategies.run import EpochContinues
 from syncline.world import allgather
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class UnevenData:
         self.schedulers = Schedulers(run.optimizer, run.settings.schedulers)
         self.weight = (1.0, False)
         """The latest arguments of `set_weight`."""
+        self.waits = False
+        """Whether this worker has run out of data, and takes part in the others' rounds."""
         self.rates: list[list[float]] | None = None
         """The learning rates at each reduction of an uneven epoch; None outside such an epoch."""
 
@@ -69,20 +72,32 @@ class UnevenData:
             groups = [group for optimizer in self._run.optimizers for group in optimizer.param_groups]
             self.rates.append([float(group["lr"]) for group in groups if "lr" in group])
 
+    def forget_rates(self) -> None:
+        """The team has changed: rates are compared from here on."""
+        self.rates = None if self.rates is None else []
+
     def settle_shared_weights(self) -> None:
         """Join the others' rounds until all have run out, then copy weights, optimizers and schedulers of one worker.
 
         For strategies in which all workers have the same weights. The source took part in every step with data.
         """
-        run, missed = self._run, 0
-        while run.join_idle():
-            missed += 1
-        table = allgather(torch.tensor([missed]), group=run.communicator.group).tolist()
-        if not any(table):
-            self._check_rates(0)
-            return
-        root = table.index(min(table))
+        missed = self._join_others()
+        table = self._missed_steps(missed)
         self._check_rates(max(table) - missed)
+        self._copy_weights(missed, table)
+
+    def share_weights(self, missed: int) -> None:
+        """Copy weights, optimizers and schedulers to workers that missed steps. Every worker calls it."""
+        self._copy_weights(missed, self._missed_steps(missed))
+
+    def _missed_steps(self, missed: int) -> list[int]:
+        table: list[int] = allgather(torch.tensor([missed]), group=self._run.communicator.group).tolist()
+        return table
+
+    def _copy_weights(self, missed: int, table: list[int]) -> None:
+        run, root = self._run, table.index(min(table))
+        if not any(table):
+            return
         broadcast_tensors(run.communicator, [parameter.detach() for parameter in run.model.parameters()], root)
         for holder in (*run.optimizers, *self.schedulers.known):
             state = broadcast_tree(run.communicator, holder.state_dict(), root)
@@ -97,11 +112,22 @@ class UnevenData:
         For strategies in which each worker keeps its own weights.
         """
         run = self._run
-        while run.join_idle():
-            pass
-        steps = allgather(torch.tensor([run.stats.steps]), group=run.communicator.group).tolist()
+        self._join_others()
+        steps = self._steps_of_all()
         self._check_rates(run.stats.steps - min(steps))
-        root = steps.index(max(steps))
+        self._copy_rates(steps)
+
+    def share_rates(self) -> None:
+        """Copy learning rates, schedulers and the step count to workers that missed steps. Every worker calls it."""
+        self._copy_rates(self._steps_of_all())
+
+    def _steps_of_all(self) -> list[int]:
+        run = self._run
+        steps: list[int] = allgather(torch.tensor([run.stats.steps]), group=run.communicator.group).tolist()
+        return steps
+
+    def _copy_rates(self, steps: list[int]) -> None:
+        run, root = self._run, steps.index(max(steps))
         if min(steps) == max(steps):
             return
         groups = [group for group in run.optimizer.param_groups if "lr" in group]
@@ -116,6 +142,23 @@ class UnevenData:
             for scheduler, saved in zip(self.schedulers.known, state["schedulers"], strict=True):
                 scheduler.load_state_dict(saved)
             run.stats.steps = steps[root]
+
+    def _join_others(self) -> int:
+        """Join the others' rounds until all have run out. Returns their number.
+
+        If the team has changed meanwhile, this worker returns to its loop: data may have been dealt to it.
+        """
+        run, missed, continues, self.waits = self._run, 0, False, True
+        try:
+            while not continues and run.join_idle():
+                missed += 1
+                continues = run.between_steps(missed)
+        finally:
+            self.waits = False
+        continues, run.epoch_continues = continues or run.epoch_continues, False
+        if continues:
+            raise EpochContinues
+        return missed
 
     def _check_rates(self, later: int) -> None:
         """Compare the learning rates of the last reduction with all workers, `later` reductions before the last."""
@@ -153,14 +196,22 @@ class Schedulers:
         """All of them, in the same order on every rank."""
         return [*self._named, *(each for each in (one() for one in self._attached) if each is not None)]
 
+    def find(self) -> list[Any]:
+        """All of them, also those that were attached to the optimizer since."""
+        self._find_attached()
+        return self.known
+
     def begin_epoch(self) -> None:
         """Before an epoch in which some ranks may miss steps: find schedulers that were not named."""
+        self._find_attached()
+        stepped = (each for each in self.known if isinstance(each, LRScheduler))
+        self._counts = [(each, _steps(each)) for each in stepped if not isinstance(each, ReduceLROnPlateau)]
+
+    def _find_attached(self) -> None:
         named = any(getattr(each, "optimizer", None) is self._optimizer for each in self._named)
         scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
         if scheduled and not named and not (self._attached and all(one() is not None for one in self._attached)):
             self._attached = [weakref.ref(each) for each in _find_schedulers(self._optimizer)]
-        stepped = (each for each in self.known if isinstance(each, LRScheduler))
-        self._counts = [(each, _steps(each)) for each in stepped if not isinstance(each, ReduceLROnPlateau)]
 
     def step_missed(self, taken: int, missed: int) -> None:
         """Catch up with ranks that took `missed` more steps, for schedulers that are stepped after every batch."""

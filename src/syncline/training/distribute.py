@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def distribute(
     seed: int = 0,
     diagnose: int = 0,
     find_unused_parameters: bool = False,
+    on_resize: Callable[[int, int], None] | None = None,
     collective: str | None = None,
 ) -> Run:
     """Train `model` on all workers of the current world with a synchronisation strategy.
@@ -61,6 +62,8 @@ def distribute(
     GradScaler. Several optimizers of one model are passed as a list, with strategy allreduce.
     With `find_unused_parameters` a parameter that only some workers use in a step (an expert, a task's head) gets the
     mean over all workers, in which the others count as zeros; without it, `allreduce` raises an error.
+    `on_resize(old, new)` is called on every worker when the number of workers of an elastic job has changed, for
+    example to set the learning rate.
 
     >>> import torch, syncline as sl
     >>> def train(world):
@@ -92,6 +95,7 @@ def distribute(
         diagnose=diagnose,
         more_optimizers=optimizers[1:],
         find_unused_parameters=find_unused_parameters,
+        on_resize=on_resize,
     )
     if coder is not None:
         check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
@@ -106,6 +110,11 @@ def distribute(
     broadcast_tensors(communicator, [*model.parameters(), *model.buffers()])
     _warn_of_local_norms(model, world)
     run = built.attach(model, optimizers[0], communicator, settings)
+    try:
+        run.start_in_team()
+    except BaseException:  # no hook of a run that is refused stays behind
+        run.release()
+        raise
     world.runs.append(run)
     return run
 

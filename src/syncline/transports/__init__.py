@@ -7,12 +7,13 @@ from syncline.transports.base import (
     NativeCollectives,
     Op,
     RequestListener,
+    TeamConnector,
     Timing,
     Transport,
     Window,
 )
 from syncline.transports.network import Link, Network
-from syncline.transports.simulated import Message, SimulatedNetwork, SimulatedTransport
+from syncline.transports.simulated import Message, SimulatedConnector, SimulatedNetwork, SimulatedTransport
 from syncline.transports.single import SingleTransport
 
 __all__ = [
@@ -24,9 +25,11 @@ __all__ = [
     "Network",
     "Op",
     "RequestListener",
+    "SimulatedConnector",
     "SimulatedNetwork",
     "SimulatedTransport",
     "SingleTransport",
+    "TeamConnector",
     "Timing",
     "Transport",
     "Window",

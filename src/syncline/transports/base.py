@@ -37,6 +37,7 @@ __all__ = [
     "Op",
     "RemoteMemory",
     "RequestListener",
+    "TeamConnector",
     "Timing",
     "Transport",
     "Window",
@@ -378,6 +379,29 @@ class Transport(ABC):
             raise WorldError(f"{what}={peer} is not a rank: this channel has ranks 0 to {self.size - 1}")
         if not 0 <= tag < MAX_TAG:
             raise WorldError(f"tag={tag} is not between 0 and {MAX_TAG - 1}")
+
+
+class TeamConnector(Protocol):
+    """Connects the processes of an elastic job: it makes a channel for each team. Numbers are those of the members."""
+
+    runtime: Runtime
+    store: KeyValueStore
+    """The store in which the members form teams. It must survive the loss of any member."""
+
+    def lost(self) -> Mapping[int, str]:
+        """The members that are known to be lost, each with the reason. It may ask the store."""
+        ...
+
+    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
+        """The channel of a team. All its members call it. Raises a `PeerLostError` if one is lost meanwhile.
+
+        `abort` of a team's channel, or of a split of it, ends the waits of all members on it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the job."""
+        ...
 
 
 class _BufferedBytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from syncline.errors import SpecError
 
-__all__ = ["Delay", "Drop", "Duplicate", "Fault", "Kill", "Partition", "Slow"]
+__all__ = ["Delay", "Drop", "Duplicate", "Fault", "Join", "Kill", "Partition", "Slow"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,20 @@ class Kill:
     """
 
     rank: int
+    at: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_time(self.at)
+
+
+@dataclass(frozen=True)
+class Join:
+    """A worker joins an elastic job at `at`: `sl.simulate(…, elastic=(2, 8), faults=[Join(at=0.5)])`.
+
+    >>> Join(at=0.5)
+    Join(at=0.5)
+    """
+
     at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -111,7 +125,7 @@ class Duplicate:
         _check_probability(self.probability)
 
 
-Fault = Kill | Slow | Delay | Partition | Drop | Duplicate
+Fault = Kill | Join | Slow | Delay | Partition | Drop | Duplicate
 
 
 def ranks_of(fault: Fault) -> tuple[int, ...]:

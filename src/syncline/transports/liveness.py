@@ -132,8 +132,13 @@ class Liveness:
         *,
         program: str = "",
         gone: Callable[[], Mapping[int, str]] | None = None,
+        elastic: bool = False,
     ) -> None:
         self.rank = rank
+        self.elastic = elastic
+        """Whether the members of the job change. The survivors of a loss then form a team, and nobody is blamed."""
+        self.members: set[int] = set(range(size))
+        """The ranks whose end is read from the launcher."""
         self.size = size
         self.runtime = runtime
         self.warn_after_s = WARN_AFTER_S
@@ -385,13 +390,24 @@ class Liveness:
         beat = self._read_beat(rank)
         return None if beat is None else int(beat.get("beat", 0))
 
+    def read_lost(self) -> dict[int, str]:
+        """The ranks that are gone, with what the launcher has reported by now."""
+        self._ask(self._read_deaths)
+        return self.lost()
+
+    def follow(self, members: Iterable[int]) -> None:
+        """Read the end of these ranks from now on. Records of new ones may be older than this call."""
+        if not self.members.issuperset(members):
+            self.members |= set(members)
+            self._deaths = -1
+
     def _read_deaths(self) -> None:
         """Read from the store which ranks `syncline run` has seen fail."""
         with self._reading:
             deaths = int(self._launcher.add(DEAD, 0))
             if deaths == self._deaths:
                 return
-            for rank in range(self.size):
+            for rank in sorted(self.members):
                 if rank in self.dead or not (record := self._read_key(self._launcher, f"{DEAD}/{rank}")):
                     continue
                 reason = death_reason(record)
@@ -401,8 +417,18 @@ class Liveness:
                     )
                     continue
                 self.dead[rank] = reason
-                logger.warning("rank %d: the launcher reports that rank %d is lost: %s", self.rank, rank, reason)
+                level = logging.INFO if self.elastic else logging.WARNING  # the launcher has said so too
+                logger.log(level, "rank %d: the launcher reports that rank %d is lost: %s", self.rank, rank, reason)
+                if self.elastic:
+                    self._break_waits_for(rank)
             self._deaths = deaths  # last: if the store fails midway, the next heartbeat reads again
+
+    def _break_waits_for(self, rank: int) -> None:
+        """End waits on channels of a lost rank: if its host is cut off, no connection breaks by itself."""
+        for wait in list(self._waits.values()):
+            if wait.break_off is not None and rank in wait.members:
+                break_off, wait.break_off = wait.break_off, None
+                break_off()
 
     def _search(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
         """Read the other ranks' records until it is clear which are alive, and find the cause."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
-from syncline.runtime import SimulatedRuntime, Simulator
+from syncline.runtime import Runtime, SimulatedRuntime, Simulator
 from syncline.transports.base import (
     DEFAULT_TIMEOUT_S,
     Handle,
@@ -29,18 +29,27 @@ from syncline.transports.base import (
     group_ranks_by_text,
 )
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.memory_store import MemoryStore
 from syncline.transports.messages import Mailbox, MailboxHandle, PostedReceive, channel_closed, do_nothing, tag_name
 from syncline.transports.network import Network
 
-__all__ = ["Message", "SimulatedNetwork", "SimulatedTransport", "VirtualTiming", "job_channel", "kill_rank"]
+__all__ = [
+    "Message",
+    "SimulatedConnector",
+    "SimulatedNetwork",
+    "SimulatedTransport",
+    "VirtualTiming",
+    "job_channel",
+    "kill_rank",
+]
 
 JOB_CHANNEL = ("job",)
 """The key of the channel of all processes: the ranks of the world and the extra ones."""
-STORE_CALL_S = 20e-6
-"""Virtual seconds of a call of the key-value store. Other tasks run meanwhile."""
 MAX_KEPT_CALLS = 1024
 """Number of collectives of a channel whose calls are stored. A rank further behind is not compared."""
+STORE_LATENCY_S = 1e-4
+"""Virtual seconds that a call to the job's store takes."""
 RETRY_AFTER_S = 0.05
 """Seconds after which a lossy message is sent again, if the network drops messages."""
 
@@ -137,7 +146,11 @@ class SimulatedNetwork:
         self._windows: dict[tuple[object, ...], list[Tensor]] = {}
         self._calls: dict[tuple[int, int], dict[int, str]] = {}
         self.control_values: dict[str, bytes] = {}
-        """The values of the key-value store of all processes."""
+        """The values of the job's store."""
+        self.broken_channels: set[int] = set()
+        """Channels of teams that a member has aborted."""
+        self.unmatched: dict[int, set[_SimulatedSend]] = {}
+        """By channel of a team: the sends that wait for their receive."""
         self._schedule_faults()
 
     def slowness(self, rank: int) -> float:
@@ -305,6 +318,13 @@ class SimulatedNetwork:
             if number == channel:
                 mailbox.fail(lambda _: error)
 
+    def break_team_channel(self, channel: int, error: Exception) -> None:
+        """End every wait on a team's channel, now and later: a member forms another team."""
+        self.broken_channels.add(channel)
+        self.break_channel(channel, error)
+        for send in self.unmatched.pop(channel, set()):
+            send.matched()
+
     def memory(self, key: tuple[object, ...], size: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """The memory of a window, one tensor per member."""
         memory = self._windows.setdefault(key, [torch.zeros(numel, dtype=dtype) for _ in range(size)])
@@ -332,8 +352,11 @@ class SimulatedTransport(Transport):
         global_rank: int,
         channel: int = 0,
         timeout: float = DEFAULT_TIMEOUT_S,
+        team: bool = False,
     ) -> None:
         super().__init__(members.index(global_rank), len(members), network.runtimes[global_rank], timeout, members)
+        self._team = team
+        """Whether the channel belongs to a team of an elastic job, so that any member can end it for all."""
         self.network = network
         self.global_rank = global_rank
         self._channel = channel
@@ -360,12 +383,14 @@ class SimulatedTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         network, receiver, nbytes = self.network, self.members[to], data.numel()
-        if network.gone and network.broken(receiver):
+        if (network.gone and network.broken(receiver)) or self._channel in network.broken_channels:
             raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {format_bytes(nbytes)})", 0.0, None)
         handle = _SimulatedSend(self, to, nbytes, wait_for_match=not lossy and nbytes > network.model.eager)
         on_arrival = partial(
             network.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched
         )
+        if self._team and handle.waits_for_match:
+            network.unmatched.setdefault(self._channel, set()).add(handle)
         if receiver == self.global_rank:
             on_arrival()
         else:
@@ -373,6 +398,8 @@ class SimulatedTransport(Transport):
         return handle
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
+        if self._channel in self.network.broken_channels:
+            raise self.failure(source, f"a message ({tag_name(tag)})", 0.0, None)
         posted = self.mailbox.add(PostedReceive(data, source, tag, exact))
         if self.network.gone and source is not None and self.network.broken(self.members[source]):
             self.peer_broke(self.members[source])
@@ -411,13 +438,20 @@ class SimulatedTransport(Transport):
         )
 
     def control_store(self) -> MemoryStore:
-        return MemoryStore(self.network.control_values, lambda: self.runtime.sleep(STORE_CALL_S))
+        return MemoryStore(self.network.control_values, lambda: self.runtime.sleep(STORE_LATENCY_S))
 
     def lost(self) -> dict[int, str]:
         return {rank: self.network.end_of(rank) for rank in self.members if self.network.broken(rank)}
 
+    @property
+    def ended(self) -> bool:
+        """Whether a member has ended this channel of a team."""
+        return self._channel in self.network.broken_channels
+
     def abort(self) -> None:
         self.mailbox.fail(channel_closed)
+        if self._team and not self.ended:
+            self.network.break_team_channel(self._channel, self.failure(None, "a message", 0.0, None))
 
     def close(self) -> None:
         if self._channel in self.network.roots:
@@ -431,7 +465,26 @@ class SimulatedTransport(Transport):
             return None
         channel = self.network.channel((self._channel, number, members))
         chosen = tuple(self.members[rank] for rank in members)
-        return SimulatedTransport(self.network, chosen, self.global_rank, channel, self.timeout)
+        return SimulatedTransport(self.network, chosen, self.global_rank, channel, self.timeout, self._team)
+
+
+class SimulatedConnector:
+    """Makes the channels of the teams of a simulated elastic job."""
+
+    def __init__(self, network: SimulatedNetwork, member: int, timeout: float = DEFAULT_TIMEOUT_S) -> None:
+        self.network, self.member, self.timeout = network, member, timeout
+        self.runtime: Runtime = network.runtimes[member]
+        self.store: KeyValueStore = MemoryStore(network.control_values, lambda: self.runtime.sleep(STORE_LATENCY_S))
+
+    def lost(self) -> dict[int, str]:
+        return {rank: self.network.end_of(rank) for rank in self.network.gone if self.network.broken(rank)}
+
+    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
+        channel = self.network.channel(("team", generation, members))
+        return SimulatedTransport(self.network, members, self.member, channel, self.timeout, team=True)
+
+    def close(self) -> None:
+        """Does nothing: the network ends with the simulation."""
 
 
 class VirtualTiming(Timing):
@@ -508,7 +561,7 @@ def kill_rank(transport: Transport) -> None:
 class _SimulatedSend:
     """Done when the port is free and, above the network's eager limit, the receive is posted."""
 
-    __slots__ = ("_event", "_to", "_transport", "left", "matched", "nbytes", "source")
+    __slots__ = ("_event", "_to", "_transport", "left", "matched", "nbytes", "source", "waits_for_match")
 
     def __init__(self, transport: SimulatedTransport, to: int, nbytes: int, wait_for_match: bool = True) -> None:
         self._transport = transport
@@ -516,6 +569,7 @@ class _SimulatedSend:
         self.source = -1
         self.nbytes = nbytes
         self.left = 0.0
+        self.waits_for_match = wait_for_match
         self._event = transport.runtime.event() if wait_for_match else None
         self.matched = do_nothing if self._event is None else self._event.set
 
@@ -528,6 +582,9 @@ class _SimulatedSend:
             pending = f"rank {transport.members[self._to]} to receive {format_bytes(self.nbytes)}"
             if not self._event.wait(event_timeout(limit), pending, hang=timeout is None):
                 raise transport.failure(self._to, pending, limit, None)
+            transport.network.unmatched.get(transport.channel, set()).discard(self)
+            if transport.ended:
+                raise transport.failure(self._to, pending, 0.0, None)
 
 
 class _SimulatedWindow:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from syncline.errors import warn_deprecated
+from syncline.world.elastic import DataPlace, RepeatedCall, TeamChange
 from syncline.world.functional import (
     allgather,
     allreduce,
@@ -20,9 +21,12 @@ from syncline.world.simulation import Simulation, simulate
 from syncline.world.world import World, current_world, init
 
 __all__ = [
+    "DataPlace",
     "Group",
     "Pending",
+    "RepeatedCall",
     "Simulation",
+    "TeamChange",
     "World",
     "allgather",
     "allreduce",

@@ -23,7 +23,8 @@ from syncline.state_trees import MESSAGE, decode, encode
 from syncline.transports import Handle, Op, Transport
 from syncline.transports.base import COMPARISON_TAGS, LANE_TAGS, format_bytes, group_ranks_by_text
 from syncline.world.arrays import import_array, import_dlpack, widen
-from syncline.world.group import Group
+from syncline.world.elastic import RepeatedCall, SingleCall
+from syncline.world.group import Group, Pending
 from syncline.world.world import current_world
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "send",
 ]
 
+SAME_ON_ALL_RANKS = ("allreduce", "allgather", "broadcast", "barrier")
+"""Collectives whose result is the same on all ranks."""
 DESCRIPTION_BYTES = 256
 """Size of a description in bytes."""
 DESCRIPTION_TAG, DIFFERENCE_TAG = COMPARISON_TAGS, COMPARISON_TAGS + 1
@@ -137,15 +140,16 @@ def allreduce(
 
     def work() -> Any:
         native = comm.transport.native
+        data = wide if comm.world.elastic is None else wide.clone()  # an interrupted call is repeated
         if algorithm == AUTO:
-            comm.auto.allreduce(wide, wire_op)
-        elif schedule is None and native.reduces(wide.dtype, wire_op):
-            native.allreduce(wide, wire_op).wait()
+            comm.auto.allreduce(data, wire_op)
+        elif schedule is None and native.reduces(data.dtype, wire_op):
+            native.allreduce(data, wire_op).wait()
         else:
-            channel.allreduce(comm.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
+            channel.allreduce(comm.channel, data, wire_op, schedule or build("allreduce", NATIVE))
         if op == "mean":
-            wide.div_(comm.size)
-        return back(narrow(wide).reshape(tensor.shape))
+            data.div_(comm.size)
+        return back(narrow(data).reshape(tensor.shape))
 
     return _run_counted(comm, "allreduce", tensor, describe, work, async_)
 
@@ -164,15 +168,19 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
         copy = _contiguous_copy(tensor)
         flat = copy.reshape(-1).view(torch.uint8)
         schedule = None if algorithm == NATIVE else build("broadcast", algorithm)
+        source = comm.transport.members[root]
     describe = f"broadcast({_describe_tensor(tensor)}, root {root}, {algorithm})"
 
     def work() -> Any:
-        native = comm.transport.native
+        native, members = comm.transport.native, comm.transport.members
+        present = members.index(source) if source in members else 0  # the team may have changed since the call
         if schedule is None and native.available:
             if flat.numel():
-                native.broadcast(flat, root).wait()
+                native.broadcast(flat, present).wait()
         else:
-            channel.broadcast(comm.channel, flat, root, schedule or build("broadcast", NATIVE))
+            channel.broadcast(comm.channel, flat, present, schedule or build("broadcast", NATIVE))
+        if comm.world.elastic is not None:  # no rank completes it before all have the value
+            _meet(comm)
         return back(copy)
 
     return _run_counted(comm, "broadcast", flat, describe, work, async_)
@@ -336,13 +344,17 @@ def barrier(group: Group | None = None) -> None:
 
     def work() -> None:
         compare_calls(comm, "barrier()")
-        native = comm.transport.native
-        if native.available:
-            native.barrier().wait()
-        else:
-            channel.barrier(comm.channel)
+        _meet(comm)
 
-    comm.call("barrier()", work, async_=False)
+    _call(comm, "barrier()", work, async_=False)
+
+
+def _meet(group: Group) -> None:
+    native = group.transport.native
+    if native.available:
+        native.barrier().wait()
+    else:
+        channel.barrier(group.channel)
 
 
 def _gather(x: Any, root: int | None, algorithm: str, group: Group | None, async_: bool) -> Any:
@@ -386,7 +398,25 @@ def _run_counted(group: Group, name: str, tensor: Tensor, describe: str, work: C
             compare_calls(group, describe)
             return work()
 
-    return group.call(describe, timed, async_)
+    return _call(group, describe, timed, async_)
+
+
+def _call(group: Group, describe: str, work: Callable[[], Any], async_: bool) -> Any:
+    """Run one collective. In an elastic world it runs at once, and is repeated if a worker is lost meanwhile."""
+    world = group.world
+    if world.elastic is None:
+        return group.call(describe, work, async_)
+
+    def attempt() -> Any:
+        return group.call(describe, work, async_=False)
+
+    repeated = describe.startswith(SAME_ON_ALL_RANKS)
+    value = world.elastic.run(world, RepeatedCall(attempt) if repeated else SingleCall(attempt, describe))
+    if not async_:
+        return value
+    pending: Pending[Any] = Pending(world.runtime, describe, group.transport.timeout)
+    pending.settle(lambda: value)
+    return pending
 
 
 def _exchange_lengths(group: Group, rows: Tensor, operation: str) -> list[int]:

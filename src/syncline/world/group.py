@@ -104,6 +104,23 @@ class Group:
         self._calling = False
         self._closed = False
 
+    def rebind(self, transport: Transport, ranks: Sequence[int], hosts: tuple[int, ...], lanes: int) -> None:
+        """Continue with another team: the same object, on another channel with other ranks."""
+        self.release()
+        self._closed = False
+        self.ranks = tuple(ranks)
+        self._transport = transport
+        self._hosts, self._lanes = hosts, lanes
+        self._channel = Channel(transport, hosts, BufferPool(transport.runtime), lanes)
+        self._calls, self._calling = 0, False
+        self._checked.clear()
+        self._auto = None
+
+    def abort(self) -> None:
+        """Break every wait on the channel, also at the other ranks: the team changes."""
+        if self._transport is not None and not self._closed:
+            self._transport.abort()
+
     @property
     def member(self) -> bool:
         """Whether this rank belongs to the group."""

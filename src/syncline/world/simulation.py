@@ -12,11 +12,12 @@ from syncline.environment import Environment
 from syncline.errors import PeerLostError, WorldError, warn_deprecated
 from syncline.runtime import Simulator
 from syncline.runtime.simulator import SimulatedTask
-from syncline.transports import Message, Network, SimulatedNetwork, SimulatedTransport, Transport
+from syncline.transports import Message, Network, SimulatedConnector, SimulatedNetwork, SimulatedTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
-from syncline.transports.faults import Fault
+from syncline.transports.faults import Fault, Join
 from syncline.transports.simulated import job_channel
-from syncline.world.world import World, make_current
+from syncline.world.elastic import Elastic, ElasticLimits
+from syncline.world.world import World, elastic_world, make_current
 
 __all__ = ["ExtraProcess", "Simulation", "simulate"]
 
@@ -66,6 +67,7 @@ def simulate(
     extra: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
     progress: Callable[[float], None] | None = None,
     threads: bool = False,
+    elastic: tuple[int, int] | None = None,
     aside: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
 ) -> Simulation:
     """Run `fn(world)` once on each of `ranks` virtual ranks. The same seed gives the same run, bit for bit.
@@ -81,6 +83,9 @@ def simulate(
 
     `progress` is called about once a second of real time with the virtual time; an exception from it ends the
     simulation. By default a line is printed every ten seconds if standard error is a terminal.
+
+    `elastic` gives the least and the most workers of an elastic job: it continues when ranks are killed, and a fault
+    `Join` starts one more. The results of workers that join follow those of the ranks.
 
     Tasks are greenlets of one thread. With `threads` each is a thread: slower, the same run bit for bit.
     It is for code that waits for other ranks where the simulator cannot switch to another task, such as in a thread
@@ -107,13 +112,24 @@ def simulate(
     if aside:
         warn_deprecated("simulate(aside=…)", "simulate(extra=…)")
     processes = [each if isinstance(each, ExtraProcess) else ExtraProcess(each) for each in (*extra, *aside)]
-    simulated = SimulatedNetwork(simulator, ranks + len(processes), network or Network(), faults)
+    joins = [fault for fault in faults if isinstance(fault, Join)]
+    _check_elastic(elastic, ranks, processes, joins)
+    simulated = SimulatedNetwork(simulator, ranks + len(processes) + len(joins), network or Network(), faults)
     roles = tuple(each.role for each in processes)
     hosts = tuple(f"host{simulated.model.host(rank)}" for rank in range(ranks))
-    mains = [
-        simulator.spawn(rank, "main", _start, fn, rank, simulated, hosts, roles, timeout, check, main=True)
-        for rank in range(ranks)
-    ]
+    if elastic is None:
+        mains = [
+            simulator.spawn(rank, "main", _start, fn, rank, simulated, hosts, roles, timeout, check, main=True)
+            for rank in range(ranks)
+        ]
+    else:
+        starts = [None] * ranks + [fault.at for fault in joins]
+        mains = [
+            simulator.spawn(
+                member, "main", _start_member, fn, member, simulated, ranks, elastic, start, timeout, check, main=True
+            )
+            for member, start in enumerate(starts)
+        ]
     others = [
         simulator.spawn(member, "extra", _start_extra, each, member, simulated, timeout)
         for member, each in enumerate(processes, start=ranks)
@@ -186,6 +202,45 @@ def _start(
     world = World(environment, transport, hosts, check)
     make_current(world)
     return fn(world)
+
+
+def _check_elastic(
+    elastic: tuple[int, int] | None, ranks: int, processes: Sequence[ExtraProcess], joins: Sequence[Join]
+) -> None:
+    if elastic is None:
+        if joins:
+            raise WorldError(f"{joins[0]!r}: workers join an elastic job only; give elastic=(least, most)")
+        return
+    if processes:
+        raise WorldError(f"elastic={elastic} with {len(processes)} extra processes: an elastic job has workers only")
+    least, most = elastic
+    if not 1 <= least <= ranks <= most:
+        raise WorldError(f"elastic={elastic} with {ranks} ranks: the least, then the most workers, and ranks between")
+
+
+def _start_member(
+    fn: Callable[[World], Any],
+    member: int,
+    simulated: SimulatedNetwork,
+    ranks: int,
+    limits: tuple[int, int],
+    start: float | None,
+    timeout: float,
+    check: bool,
+) -> Any:
+    """A member of an elastic job; `start` is the time at which a newcomer starts."""
+    if start is not None:
+        simulated.runtimes[member].sleep(start)
+    host = f"host{simulated.model.host(member)}"
+    environment = Environment(source="sl.simulate", rank=0, size=1, host=host)
+    found = ElasticLimits(minimum=limits[0], maximum=limits[1], member=member, joins=start is not None)
+    connector = SimulatedConnector(simulated, member, timeout)
+    world = elastic_world(Elastic(connector, found, ranks, timeout), environment, check, timeout)
+    make_current(world)
+    result = fn(world)
+    if not world.closed:
+        world.elastic_leave()
+    return result
 
 
 def _start_extra(process: ExtraProcess, member: int, simulated: SimulatedNetwork, timeout: float) -> Any:

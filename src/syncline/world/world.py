@@ -25,6 +25,7 @@ from syncline.specs import nearest
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S, check_ranks
 from syncline.transports.key_value_store import KeyValueStore
+from syncline.world.elastic import Elastic, ElasticLimits, TeamListener, check_elastic_engine, read_elastic
 from syncline.world.group import Group
 
 __all__ = ["World", "current_world", "init"]
@@ -59,7 +60,7 @@ class Closeable(Protocol):
     def close(self) -> None: ...
 
 
-class OpenRun(Protocol):
+class OpenRun(TeamListener, Protocol):
     """A run of `sl.distribute` that is not closed: the members that the world uses."""
 
     @property
@@ -119,6 +120,8 @@ class World:
         self._resources: dict[Hashable, Closeable] = {}
         self._resources_lock = transport.runtime.lock()
         self._hidden: dict[str, str] = {}
+        self.elastic: Elastic | None = None
+        """The changing team of an elastic world; None if the ranks of the world are fixed."""
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +164,8 @@ class World:
     def lost(self) -> dict[int, str]:
         """The lost ranks, each with the reason, from the launcher and the transports."""
         found = self.transport.lost()
+        if self.elastic is not None:  # by rank in the present team
+            found = {rank: found[each] for rank, each in enumerate(self.transport.members) if each in found}
         for transport in self._other_transports:
             found = {**{rank: why for rank, why in transport.lost().items() if rank < self.size}, **found}
         return found
@@ -177,6 +182,13 @@ class World:
     def group(self, ranks: Sequence[int] | None = None) -> Group:
         """Make a group of `ranks` (all: None) with its own channel. Every rank calls it in the same order."""
         self.check_open()
+        if self.elastic is not None and ranks is not None and len(ranks) != self.size:
+            raise UnsupportedError(
+                f"world.group({list(ranks)}): a group of some workers cannot continue when the team of an elastic job "
+                "changes; leave --elastic out"
+            )
+        if self.elastic is not None and self.elastic.joining:  # alone until the team admits this process
+            return Group(self, (0,), self.transport.split((0,)), (0,), 1)
         members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
         group = Group(self, members, self.transport.split(members), hosts, self.lanes)
@@ -236,6 +248,24 @@ class World:
     def compute(self, seconds: float) -> None:
         """Simulate a computation of so many seconds: virtual seconds in a simulation, a sleep otherwise."""
         self.runtime.sleep(seconds * self.transport.timing.slowdown())
+
+    def rebind(self, transport: Transport, members: Sequence[int]) -> None:
+        """Continue with another team on this channel. Groups of the runs are rebound by their communicators."""
+        _, hosts, lanes = _meet_team(transport, members, self.environment, self.check)
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        self.rank, self.size = transport.rank, transport.size
+        self.hosts = tuple(hosts)
+        self._host_numbers = tuple(numbers[host] for host in hosts)
+        self.local_size = hosts.count(self.host)
+        self.lanes = lanes
+        self.transport = transport
+        self.everyone.rebind(transport, range(self.size), self._host_numbers, lanes)
+
+    def rebind_group(self, group: Group) -> None:
+        """Continue a group of all ranks with the present team. Every rank calls it in the same order."""
+        transport = self.transport.split(range(self.size))
+        assert transport is not None, "every rank is a member"
+        group.rebind(transport, range(self.size), self._host_numbers, self.lanes)
 
     def init_simulated(self, options: InitOptions) -> World:
         """The result of `init` on a simulated rank: this world, set up with these options."""
@@ -314,9 +344,16 @@ class World:
         if self.transport.extra_roles:
             self.job_channel.close()
         self.transport.close()
+        self.elastic_leave()
         if self in _process_worlds:
             _process_worlds.remove(self)
             atexit.unregister(self._leave_at_exit)
+
+    def elastic_leave(self) -> None:
+        """Tell the other members of an elastic job that this one has ended by itself."""
+        elastic, self.elastic = self.elastic, None
+        if elastic is not None:
+            elastic.close("it has closed its world")
 
     def release_groups(self) -> None:
         """Close the resources and every group but `everyone`, whatever is still in progress."""
@@ -428,6 +465,8 @@ def _join(options: InitOptions) -> World:
         environment = Environment(
             source="its own transport", rank=engine.rank, size=engine.size, local_size=1, rendezvous=place
         )
+    elif (limits := read_elastic(os.environ)) is not None:
+        return _join_elastic(options, environment, limits)
     else:
         default = "single" if environment.size == 1 else "torch_dist"
         name = options.transport or os.environ.get(TRANSPORT_VARIABLE) or default
@@ -445,6 +484,52 @@ def _join(options: InitOptions) -> World:
         environment = replace(environment, local_rank=local_rank, local_size=local_size, local_known=True)
     world = World(environment, engine, hosts, check, lanes)
     world.engine = name
+    return world
+
+
+def _join_elastic(options: InitOptions, environment: Environment, limits: ElasticLimits) -> World:
+    """Join an elastic job: with the first team, or alone until the team admits this newcomer."""
+    check_elastic_engine(str(options.transport or os.environ.get(TRANSPORT_VARIABLE) or "torch_dist"))
+    torch_dist = importlib.import_module("syncline.transports.torch_dist")
+    connector = torch_dist.TorchConnector(environment, options.timeout, limits.member)
+    world = elastic_world(
+        Elastic(connector, limits, environment.size, options.timeout), environment, options.check, options.timeout
+    )
+    world.engine = "torch_dist"
+    return world
+
+
+def _meet_team(
+    transport: Transport, members: Sequence[int], environment: Environment, check: bool
+) -> tuple[Environment, list[str], int]:
+    """This process's environment in a new team, the hosts of its members, and the number of lanes."""
+    transport.members = tuple(members)
+    place = replace(environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
+    hosts, lanes = [environment.host], 1
+    if transport.size > 1:
+        hosts, lanes, _ = exchange_introductions(transport, place, check)
+    return place, hosts, lanes
+
+
+def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeout: float) -> World:
+    """The world of a member of an elastic job."""
+    connector = elastic.connector
+    try:
+        if elastic.joining:
+            alone = replace(environment, rank=0, size=1, local_rank=0, local_size=1)
+            world = World(alone, SingleTransport(connector.runtime, timeout), [environment.host], check)
+            team = elastic.formation.latest()
+            world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
+        else:
+            transport = elastic.start()
+            place, hosts, lanes = _meet_team(transport, elastic.team.members, environment, check)
+            world = World(place, transport, hosts, check, lanes)
+            world.local_size = hosts.count(environment.host)
+    except BaseException:
+        connector.close()
+        raise
+    world.local_rank = environment.local_rank
+    world.elastic = elastic
     return world
 
 

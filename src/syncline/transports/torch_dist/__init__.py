@@ -1,5 +1,5 @@
 """torch.distributed as a transport: gloo for CPU tensors, NCCL for CUDA tensors where there are any."""
 
-from syncline.transports.torch_dist.transport import TorchTransport, connect
+from syncline.transports.torch_dist.transport import TorchConnector, TorchTransport, connect
 
-__all__ = ["TorchTransport", "connect"]
+__all__ = ["TorchConnector", "TorchTransport", "connect"]

@@ -31,13 +31,14 @@ import torch
 import torch._C._distributed_c10d as _c10d  # what torch.distributed re-exports untyped
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.runtime import RealRuntime, Task
 from syncline.transports.base import MAX_TAG, Handle, NativeCollectives, Op, Transport, format_bytes
 from syncline.transports.key_value_store import (
+    BoundedStore,
     KeyValueStore,
     find_rendezvous,
     first_line,
@@ -61,12 +62,15 @@ from syncline.transports.messages import (
     describe_recv,
     peer_lost_error,
 )
+from syncline.transports.single import SingleTransport
 from syncline.transports.torch_dist.process_groups import ProcessGroupFactory
 
-__all__ = ["TorchCollectives", "TorchTransport", "WorkHandle", "connect"]
+__all__ = ["TorchCollectives", "TorchConnector", "TorchTransport", "WorkHandle", "connect"]
 
 logger = logging.getLogger("syncline")
 
+ELASTIC_WORLD = "syncline/elastic"
+"""The prefix of the keys of an elastic job's world. There is one, whenever a member joins it."""
 FOREVER = timedelta(days=3650)
 """A timeout that is never reached: torch has no infinite one."""
 
@@ -434,6 +438,8 @@ class TorchTransport(Transport):
     def failure(
         self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, no_deadline: bool = False
     ) -> Exception:
+        if self.liveness.elastic:  # the members form a team, which decides who is lost
+            return self._broken(peer, pending, seconds, cause)
         text = str(cause).lower()
         timed_out = "timed out" in text or "timeout" in text
         loss = self.liveness.blame(
@@ -449,6 +455,15 @@ class TorchTransport(Transport):
         if loss.rank == self.members[self.rank]:
             loss, who = LossReason(loss.rank, "they have declared this rank lost"), "the others"
         return peer_lost_error(f"rank {self.members[self.rank]}", loss.rank, who, pending, seconds, loss.reason)
+
+    def _broken(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> PeerLostError:
+        """The error of an elastic job: it names a member that is known to be lost, without a search for the cause."""
+        lost = self.liveness.lost()
+        suspects = self.members if peer is None else (self.members[peer],)
+        rank = next((member for member in suspects if member in lost), None if peer is None else self.members[peer])
+        reason = lost.get(-1 if rank is None else rank) or (first_line(cause) if cause is not None else "no answer")
+        who = "a peer" if rank is None else f"rank {rank}"
+        return peer_lost_error(f"rank {self.members[self.rank]}", rank, who, pending, seconds, reason)
 
     def abort(self) -> None:
         """Break every wait on this channel, here and at the peers, as gloo does when one wait times out."""
@@ -523,6 +538,62 @@ def _waits_for(posted: PostedReceive, tag: int, peer: int, any_source: bool) -> 
     return posted.tag == tag and (posted.wanted == peer or (any_source and posted.wanted is None))
 
 
+class TorchConnector:
+    """Makes the channels of the teams of an elastic job. `syncline run` serves its store."""
+
+    def __init__(self, environment: Environment, timeout: float, member: int) -> None:
+        self.member, self.timeout = member, timeout
+        rendezvous = find_rendezvous(environment)
+        if not rendezvous.hosted:
+            raise WorldError(
+                f"an elastic job needs the store of `syncline run --elastic`, and {environment.source} serves none: "
+                "the store must survive the loss of any worker"
+            )
+        store = open_store(environment, rendezvous, timeout)
+        self.factory, bounded = _make_factory(environment, rendezvous, store, timeout, ELASTIC_WORLD, member)
+        self.runtime = self.factory.liveness.runtime
+        self.store: KeyValueStore = bounded.prefixed("syncline")
+
+    def lost(self) -> dict[int, str]:
+        return self.factory.liveness.read_lost()
+
+    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
+        self.factory.liveness.follow(members)
+        if len(members) == 1:
+            return SingleTransport(self.runtime, self.timeout)
+        return TorchTransport(self.factory, members, self.member, f"team{generation}")
+
+    def close(self) -> None:
+        self.factory.close()
+
+
+def _make_factory(
+    environment: Environment,
+    rendezvous: Rendezvous,
+    store: TCPStore,
+    timeout: float,
+    name: str,
+    member: int | None = None,
+) -> tuple[ProcessGroupFactory, BoundedStore]:
+    """The factory of a world's channels, with heartbeats. `member`: the number of this process in an elastic job."""
+    runtime = RealRuntime()
+    bounded_store = open_bounded_store(rendezvous, store, runtime, timeout)
+    liveness = Liveness(
+        bounded_store.prefixed(name),
+        bounded_store,
+        rank=environment.rank if member is None else member,
+        size=environment.size,
+        runtime=runtime,
+        host_rank=None if rendezvous.hosted else 0,
+        program=program_name(),
+        elastic=member is not None,
+    )
+    address = listening_address(rendezvous.address, environment.on_one_host)
+    control_store = bounded_store.prefixed(f"{name}/control")
+    factory = ProcessGroupFactory(PrefixStore(name, store), liveness, timeout, address, control_store)
+    return factory, bounded_store
+
+
 def connect(environment: Environment, timeout: float) -> TorchTransport:
     """Join the world that the launcher describes. Every rank calls it; it returns when all have joined."""
     rendezvous = find_rendezvous(environment)
@@ -530,19 +601,8 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
     name = next_world_name(store, environment.rank)
     prefix = PrefixStore(name, store)
     prefix.set(f"here/{environment.rank}", "1")
-    runtime = RealRuntime()
-    bounded_store = open_bounded_store(rendezvous, store, runtime, timeout)
-    liveness = Liveness(
-        bounded_store.prefixed(name),
-        bounded_store,
-        rank=environment.rank,
-        size=environment.size,
-        runtime=runtime,
-        host_rank=None if rendezvous.hosted else 0,
-        program=program_name(),
-    )
-    address = listening_address(rendezvous.address, environment.on_one_host)
-    factory = ProcessGroupFactory(prefix, liveness, timeout, address, bounded_store.prefixed(f"{name}/control"))
+    factory, _ = _make_factory(environment, rendezvous, store, timeout, name)
+    liveness = factory.liveness
     try:
         return TorchTransport(factory, tuple(range(environment.size)), environment.rank)
     except WorldError:

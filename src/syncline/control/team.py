@@ -1,0 +1,265 @@
+"""The team of an elastic job: the members that train together now, decided by the survivors and the same for all.
+
+A member is a process with a number that is never given twice. A team is a generation number and its members in the
+order of their ranks. When a member is lost, or a newcomer waits, the present members form the next team in the store::
+
+    member 0   arrive/2/0 ──┐ all that are not lost have arrived:
+    member 1   (lost)       ├──► compare_set team/2 = [0, 2, 3]    the first proposal counts for all
+    member 2   arrive/2/2 ──┘
+    member 3   log: waiting ────── a newcomer, admitted between two steps
+
+A member that was left out, because it was frozen or cut off meanwhile, finds a team without it and gives up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from syncline.control.log import ControlLog
+from syncline.errors import WorldError
+from syncline.runtime import Runtime
+from syncline.transports.key_value_store import KeyValueStore
+
+__all__ = ["Arrival", "Team", "TeamFormation"]
+
+TEAM_KEY = "control/team"
+ARRIVE_KEY = "control/arrive"
+WAITING, TEAM, LOST, LEFT = "waiting", "team", "lost", "left"
+"""Kinds of log entries: a newcomer waits; a team was formed; a member is lost; a member has left by itself."""
+MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
+"""Seconds between two looks at the store while a team forms: at first, and at most."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a member says when it arrives to form a team."""
+
+    operations: int
+    """The collective operations that it has completed; −1 for a newcomer that has not received the state yet."""
+    between_steps: bool
+    """Whether it is between two steps, where newcomers can be admitted. False: a loss has interrupted an operation."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The members that train together, in the order of their ranks."""
+
+    generation: int
+    members: tuple[int, ...]
+    arrivals: Mapping[int, Arrival] = field(default_factory=dict)
+    """What each member said that was in the team before."""
+
+    @property
+    def operations(self) -> int:
+        """The most operations that a member has completed."""
+        return max((arrival.operations for arrival in self.arrivals.values()), default=0)
+
+    def completed(self, member: int) -> int:
+        """The operations that a member had completed; −1 for a newcomer."""
+        arrival = self.arrivals.get(member)
+        return -1 if arrival is None else arrival.operations
+
+
+class TeamFormation:
+    """One member's part in forming teams.
+
+    `lost` returns the members that are known to be lost, each with the reason. `timeout_s` bounds the wait for a member
+    that is neither lost nor arrives; after it, that member counts as lost.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        member: int,
+        runtime: Runtime,
+        lost: Callable[[], Mapping[int, str]],
+        *,
+        minimum: int = 1,
+        maximum: int = 1 << 20,
+        timeout_s: float,
+    ) -> None:
+        self.member = member
+        self.log = ControlLog(store)
+        self._store = store
+        self._runtime = runtime
+        self._lost = lost
+        self._minimum, self._maximum = minimum, maximum
+        self._timeout_s = timeout_s
+        self._latest: Team | None = None
+        self._waiting: dict[int, tuple[str, int]] = {}
+        """Newcomers in the order of their requests, with the place in the data at which each waits."""
+        self._gone: dict[int, str] = {}
+        """Members that have left, or that others have declared lost, with the reason."""
+
+    # Newcomers.
+
+    def ask_to_join(self, place: tuple[str, int]) -> None:
+        """Announce that this process waits to be admitted where the others reach `place`: a reader and its epoch."""
+        self.log.append(WAITING, member=self.member, place=place)
+
+    def await_admission(self, after: int = 0, gave_up: Callable[[], bool] = lambda: False) -> Team | None:
+        """Wait until a team after the generation `after` contains this newcomer.
+
+        `gave_up` is asked again and again; None is returned if it says that the others have passed the place.
+        """
+        for _ in self._poll():
+            passed = gave_up()
+            team = self.latest()  # after the question: the team may have been formed at that place
+            if team is not None and team.generation > after and self.member in team.members:
+                return team
+            if passed:
+                return None
+            self._read_log()
+            if team is not None and all(member in self._gone for member in team.members):
+                raise WorldError(f"the job has ended: members {list(team.members)} of its last team have left")
+        raise WorldError(
+            f"member {self.member} was not admitted within {self._timeout_s:.3g} s: the team may be complete "
+            f"(at most {self._maximum} workers), or the job does not read its data by run.shard() or run.steps()"
+        )
+
+    def wait_again(self, failed: Team, gave_up: Callable[[], bool]) -> Team | None:
+        """In a newcomer whose team could not be connected: wait for the next admission."""
+        self._arrive(failed.generation + 1, Arrival(-1, between_steps=True))
+        return self.await_admission(failed.generation, gave_up)
+
+    def latest(self) -> Team | None:
+        """The latest team that was decided; None before the first."""
+        generation = 0 if self._latest is None else self._latest.generation
+        while (team := self._read_team(generation + 1)) is not None:
+            self._latest, generation = team, team.generation
+        return self._latest
+
+    def newcomers_wait(self, team: Team, place: tuple[str, int] | None) -> bool:
+        """Whether a newcomer waits that a next team would admit at this place in the data. It asks the store."""
+        self._read_log()
+        return len(team.members) < self._maximum and bool(self._newcomers(team, self._absent(), place))
+
+    # Members.
+
+    def leave(self, reason: str) -> None:
+        """Announce that this member leaves by itself: the others do not wait for it."""
+        self.log.append(LEFT, member=self.member, reason=reason)
+
+    def form(self, before: Team, arrival: Arrival, place: tuple[str, int] | None = None) -> Team:
+        """Meet with the other members of the team before, and return the next team.
+
+        Newcomers that wait at `place` are admitted, and the minimum is demanded, only if the most advanced members are
+        between two steps.
+        """
+        generation = before.generation + 1
+        self._arrive(generation, arrival)
+        arrived: dict[int, Arrival] = {}
+        missing: list[int] = []
+        for _ in self._poll():
+            team = self._decided(generation)
+            if team is not None:
+                return team
+            self._read_log()
+            absent = self._absent()
+            for member in before.members:
+                key = f"{ARRIVE_KEY}/{generation}/{member}"
+                if member not in arrived and member not in absent and self._store.check([key]):
+                    arrived[member] = Arrival(**json.loads(self._store.get(key)))
+            missing = [member for member in before.members if member not in arrived and member not in absent]
+            if missing:
+                continue
+            if self.member in absent:
+                raise self._declared_lost(f"is not in team {generation}")
+            present = tuple(member for member in before.members if member not in absent)
+            team = Team(generation, present, {member: arrived[member] for member in present})
+            proposal = self._with_newcomers(team, absent, place)
+            if proposal is not None:
+                self._propose(proposal)
+        return self._give_up(before, arrival, place, missing)
+
+    def _arrive(self, generation: int, arrival: Arrival) -> None:
+        self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
+
+    def _with_newcomers(self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None) -> Team | None:
+        """The team, with newcomers where they can be admitted; None while it has fewer members than the minimum."""
+        ahead = [member for member in team.members if team.completed(member) == team.operations]
+        if not all(team.arrivals[member].between_steps for member in ahead):
+            with_state = tuple(member for member in team.members if team.completed(member) >= 0)
+            return replace(team, members=with_state)  # a newcomer without the state waits for the next step
+        newcomers = self._newcomers(team, absent, place)[: max(0, self._maximum - len(team.members))]
+        members = (*team.members, *newcomers)
+        return replace(team, members=members) if len(members) >= self._minimum else None
+
+    def _propose(self, team: Team) -> None:
+        arrivals = {str(member): asdict(team.arrivals[member]) for member in team.members if member in team.arrivals}
+        text = json.dumps({"members": team.members, "arrivals": arrivals})
+        self._store.compare_set(f"{TEAM_KEY}/{team.generation}", "", text)
+
+    def _read_team(self, generation: int) -> Team | None:
+        """The team of a generation if it is decided."""
+        key = f"{TEAM_KEY}/{generation}"
+        if not self._store.check([key]):
+            return None
+        found = json.loads(self._store.get(key))
+        arrivals = {int(member): Arrival(**each) for member, each in found["arrivals"].items()}
+        return Team(generation, tuple(found["members"]), arrivals)
+
+    def _decided(self, generation: int) -> Team | None:
+        """The team of a generation if it is decided. The first of its members writes it into the log."""
+        team = self._read_team(generation)
+        if team is None:
+            return None
+        if self.member not in team.members:
+            raise self._declared_lost(f"the others continue as team {generation} with members {list(team.members)}")
+        if team.members[0] == self.member:
+            self.log.append(TEAM, generation=generation, team=list(team.members))
+        return team
+
+    def _give_up(self, before: Team, arrival: Arrival, place: tuple[str, int] | None, missing: list[int]) -> Team:
+        """The timeout has passed: declare the missing members lost, or end if too few are left."""
+        if not missing:
+            absent = self._absent()
+            left = [member for member in before.members if member not in absent]
+            raise WorldError(
+                f"{len(left)} of {len(before.members)} workers are left (members {left}), and the job needs at least "
+                f"{self._minimum}: no other worker has joined within {self._timeout_s:.3g} s"
+            )
+        for member in missing:
+            reason = f"it has not reached the others within {self._timeout_s:.3g} s"
+            self._gone[member] = reason
+            self.log.append(LOST, member=member, reason=reason)
+        return self.form(before, arrival, place)
+
+    def _declared_lost(self, consequence: str) -> WorldError:
+        return WorldError(
+            f"member {self.member} was declared lost, and {consequence}: it was stopped, cut off, or slower than the "
+            "timeout"
+        )
+
+    # What is known.
+
+    def _absent(self) -> dict[int, str]:
+        """The members that are lost or have left."""
+        return {**self._lost(), **self._gone}
+
+    def _newcomers(self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None) -> list[int]:
+        """Newcomers that wait at a place, and are neither in the team nor lost, in the order of their requests."""
+        here = [member for member, waits_at in self._waiting.items() if waits_at == place]
+        return [member for member in here if member not in team.members and member not in absent]
+
+    def _read_log(self) -> None:
+        for entry in self.log.read():
+            member = int(entry.fields.get("member", -1))
+            if entry.kind == WAITING:
+                name, epoch = entry.fields["place"]
+                self._waiting[member] = (str(name), int(epoch))
+            elif entry.kind in (LOST, LEFT):
+                self._gone[member] = str(entry.fields.get("reason", ""))
+
+    def _poll(self) -> Iterator[None]:
+        """Yields again and again, with growing pauses, until the pauses add up to the timeout.
+
+        The clock is not asked: this process may have been suspended, and the others were not slow.
+        """
+        paused, pause = 0.0, MIN_POLL_S
+        while paused < self._timeout_s:
+            yield
+            self._runtime.sleep(pause)
+            paused, pause = paused + pause, min(2 * pause, MAX_POLL_S)

@@ -1,0 +1,509 @@
+"""The changing team of an elastic world: operations that a loss interrupts are repeated with the survivors.
+
+Every collective operation of the world has a number, the same on all members, because all call them in the same order.
+A loss may interrupt an operation on some members after others have completed it. The next team finds out, and the
+members that are behind take the result from one that is ahead::
+
+    operation      7     8                                8     9
+    member 0     done  done │ 9 is interrupted  ── result of 8 ─┐  repeated
+    member 1     done  interrupted                              └► repeated
+    member 2     done  lost                                        with the survivors
+
+Newcomers are admitted between two steps, when all members know that one waits. They receive the state of a member.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from syncline.control import Arrival, Team, TeamFormation
+from syncline.errors import PeerLostError, ProtocolError, SpecError, SynclineError, UnsupportedError, WorldError
+from syncline.transports import TeamConnector, Transport
+
+if TYPE_CHECKING:
+    from syncline.world.group import Group
+    from syncline.world.world import World
+
+__all__ = [
+    "DataPlace",
+    "Elastic",
+    "ElasticLimits",
+    "RepeatableOperation",
+    "RepeatedCall",
+    "SingleCall",
+    "TeamChange",
+    "TeamListener",
+    "check_elastic_engine",
+    "read_elastic",
+]
+
+logger = logging.getLogger("syncline")
+
+T = TypeVar("T")
+
+ELASTIC_VARIABLE = "SYNCLINE_ELASTIC"
+"""The least and the most workers of an elastic job, as in "2:8". Set by the launcher."""
+MEMBER_VARIABLE = "SYNCLINE_MEMBER"
+"""The number of this process in an elastic job."""
+JOIN_VARIABLE = "SYNCLINE_JOIN"
+"""Set if this process joins a job that trains already."""
+PROGRESS_KEY = "control/progress"
+CHECK_EVERY_S = 0.25
+"""Seconds between two checks for newcomers. A check asks the store."""
+REPORT_EVERY_S = 1.0
+"""Seconds between two reports of a member's step."""
+MAX_ATTEMPTS = 100
+"""Teams that are formed for one change, before the world gives up: each attempt loses a member."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticLimits:
+    """What the launcher says about an elastic job."""
+
+    minimum: int
+    maximum: int
+    member: int
+    joins: bool = False
+    """Whether this process joins a job that trains already."""
+
+
+def read_elastic(environ: Mapping[str, str]) -> ElasticLimits | None:
+    """Read the launcher's variables; None if the job is not elastic.
+
+    >>> read_elastic({"SYNCLINE_ELASTIC": "2:8", "SYNCLINE_MEMBER": "3"})
+    ElasticLimits(minimum=2, maximum=8, member=3, joins=False)
+    """
+    text = environ.get(ELASTIC_VARIABLE, "")
+    if not text:
+        return None
+    least, _, most = text.partition(":")
+    member = environ.get(MEMBER_VARIABLE, "")
+    if not (least.isdigit() and most.isdigit() and member.isdigit() and 1 <= int(least) <= int(most)):
+        raise SpecError(
+            f"{ELASTIC_VARIABLE}={text!r} with {MEMBER_VARIABLE}={member!r}: expected MIN:MAX and a number; leave both "
+            "to `syncline run --elastic MIN:MAX`"
+        )
+    joins = environ.get(JOIN_VARIABLE, "") == "1"
+    return ElasticLimits(minimum=int(least), maximum=int(most), member=int(member), joins=joins)
+
+
+class DataPlace(NamedTuple):
+    """Where a worker is in its data: the name of the reader, and the epoch."""
+
+    reader: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class TeamChange:
+    """A change of the team, for those who depend on the number of workers. Ranks are those in the teams."""
+
+    old_size: int
+    rank: int
+    size: int
+    lost: tuple[int, ...]
+    """The ranks in the old team of the workers that are not in the new one."""
+    trained: bool
+    """Whether the lost workers' part of the operation that was interrupted is in a result that all have."""
+
+
+class RepeatableOperation(Protocol, Generic[T]):
+    """A collective operation that can be repeated with another team."""
+
+    trains: bool
+    """Whether it adds a batch of each worker to the training: a batch of a lost worker is then dealt again."""
+
+    def attempt(self) -> T:
+        """Carry it out. A `PeerLostError` means that a member is lost."""
+        ...
+
+    def prepare_again(self) -> None:
+        """Restore its inputs, after an attempt has failed and the team has changed."""
+        ...
+
+    def result(self, value: T) -> Any:
+        """A copy of its result for members that could not complete it: tensors and plain values."""
+        ...
+
+    def adopt(self, result: Any) -> T:
+        """Take the result of another member."""
+        ...
+
+
+class TeamGroup(Protocol):
+    """The communicator of a run, with a group of all ranks of the team."""
+
+    group: Group
+
+    def rebind(self) -> None:
+        """Continue with the present team."""
+        ...
+
+
+class TeamListener(Protocol):
+    """A run of `sl.distribute`, as far as the team concerns it."""
+
+    @property
+    def elastic_refusal(self) -> str:
+        """Why the run cannot continue with another team; empty if it can."""
+        ...
+
+    def team_changed(self, change: TeamChange) -> None:
+        """The world has another team: continue with it. Every member calls it, newcomers too."""
+        ...
+
+    def apply_change_of_data(self, change: TeamChange) -> None:
+        """Read the data with another number of workers from the next batch on."""
+        ...
+
+    def newcomer_state(self) -> Any:
+        """The state that a newcomer needs: tensors and plain values."""
+        ...
+
+    def load_newcomer_state(self, state: Any) -> None:
+        """Take the state of a member, in a newcomer."""
+        ...
+
+
+class Elastic:
+    """One member's part in the changing team of its world."""
+
+    def __init__(self, connector: TeamConnector, limits: ElasticLimits, first: int, timeout_s: float) -> None:
+        """`first` is the number of workers that the launcher has started. `timeout_s` bounds the forming of a team."""
+        self.connector = connector
+        self.limits = limits
+        self.formation = TeamFormation(
+            connector.store,
+            limits.member,
+            connector.runtime,
+            connector.lost,
+            minimum=limits.minimum,
+            maximum=limits.maximum,
+            timeout_s=timeout_s,
+        )
+        self.team = Team(0, tuple(range(first)))
+        self.joining = limits.joins
+        """Whether this process is a newcomer that is not in the team yet."""
+        self.operations = -1 if limits.joins else 0
+        """The number of operations that this member has completed; −1 in a newcomer."""
+        self.newcomers_known = False
+        """Whether all members know that a newcomer waits. The same on all members, between two steps."""
+        self.idle_after_loss = False
+        """Whether workers without data took part in a step that was repeated after a loss: they continue the epoch with
+        data of the lost worker, and need the weights of the others. The same on all members, between two steps."""
+        self.communicators: list[TeamGroup] = []
+        """The communicators of this world, in the order in which all members make them."""
+        self._dealt_team = self.team
+        """The team to which the current batch was dealt."""
+        self._reader_team = self.team
+        """The team to which the next batch is dealt."""
+        self._postponed = False
+        """Whether the data changes to the present team in the next operation, because the others are a batch ahead."""
+        self._inside = False
+        self._last: Any = None
+        """The result of the latest operation, for members that are behind."""
+        self._place: DataPlace | None = None
+        """Where this member reads its data; None before the first batch."""
+        self._checked = -CHECK_EVERY_S
+        self._reported = -REPORT_EVERY_S
+        self._newcomer_seen = False
+
+    # The first team.
+
+    def start(self) -> Transport:
+        """Form the first team with the other launched members, and connect it."""
+        while True:
+            self.team = self.formation.form(self.team, Arrival(0, between_steps=False))
+            try:
+                transport = self.connector.connect(self.team.members, self.team.generation)
+            except PeerLostError as error:
+                logger.info("member %d: %s; the team is formed again", self.limits.member, error)
+                continue
+            self._dealt_team = self._reader_team = self.team
+            return transport
+
+    # Operations.
+
+    def run(self, world: World, operation: RepeatableOperation[T]) -> T:
+        """Carry out an operation; if a member is lost meanwhile, repeat it with the survivors.
+
+        An operation inside another one is not repeated by itself: the outer one is.
+        """
+        if self._inside or self.joining:
+            return operation.attempt()
+        if self._postponed:
+            self._postponed = False
+            self._change_data(world, self._describe_change(self.team, trained=not operation.trains))
+        self._inside = True
+        try:
+            return self._repeat(world, operation)
+        finally:
+            self._inside = False
+
+    def _repeat(self, world: World, operation: RepeatableOperation[T]) -> T:
+        for _ in range(MAX_ATTEMPTS):
+            before = self.team.members
+            try:
+                value = operation.attempt()
+                break
+            except (PeerLostError, ProtocolError) as error:
+                logger.info("member %d: %s; the survivors form a team", self.limits.member, error)
+                self._refuse(world, error)
+                found = self._change_team(world, operation, error)
+                # A message of another operation may arrive after a loss; without a loss it is a mistake.
+                if isinstance(error, ProtocolError) and self.team.members == before:
+                    raise
+                if found is not None:
+                    value = operation.adopt(found[0])
+                    break
+                operation.prepare_again()
+        else:
+            raise WorldError(f"member {self.limits.member}: an operation was repeated {MAX_ATTEMPTS} times in vain")
+        self.operations += 1
+        self._last = operation.result(value)
+        return value
+
+    def _refuse(self, world: World, error: SynclineError) -> None:
+        """Raise the error if a run of this world cannot continue without the lost member."""
+        for run in world.runs:
+            if run.elastic_refusal:
+                raise WorldError(f"{error}; {run.elastic_refusal}") from error
+
+    # Newcomers and changes between two steps.
+
+    def newcomer_waits(self) -> bool:
+        """Whether this member knows of a waiting newcomer. It asks the store now and then."""
+        now = self.connector.runtime.now()
+        if not self._newcomer_seen and now - self._checked >= CHECK_EVERY_S:
+            self._checked = now
+            self._newcomer_seen = self.formation.newcomers_wait(self.team, self._place)
+        return self._newcomer_seen
+
+    def batch_read(self, world: World, place: DataPlace, step: int) -> None:
+        """A batch of this place is read, by the team to which the readers belong, before the given step."""
+        self._dealt_team = self._reader_team
+        if place != self._place:
+            self._place, self._reported = place, -REPORT_EVERY_S
+        self._report_progress(world, step)
+
+    def between_steps(self, world: World) -> None:
+        """Admit newcomers that all members know of, or wait for some if too few members are left."""
+        if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
+            return
+        if not self.newcomers_known and len(self.team.members) >= self.limits.minimum:
+            return
+        self._inside = True
+        try:
+            self._change_team(world, None, None)
+        finally:
+            self._inside = False
+
+    def enter(self, world: World, place: DataPlace) -> bool:
+        """In a newcomer: wait for a team that admits this process at its place in the data, and receive the state.
+
+        Returns False if the others have passed that place.
+        """
+        self.formation.ask_to_join(place)
+        self._inside = True
+        try:
+            team = self.formation.await_admission(gave_up=lambda: self._has_passed(place))
+            while team is not None:
+                self.team = team
+                try:
+                    self._install(world)
+                    return True
+                except (PeerLostError, ProtocolError) as error:
+                    logger.info("member %d: %s; the team is formed again", self.limits.member, error)
+                    self._abort(world)
+                    team = self.formation.wait_again(team, lambda: self._has_passed(place))
+        finally:
+            self._inside = False
+        return False
+
+    def place_of_team(self) -> DataPlace | None:
+        """Where the team reads its data, as its first members have reported; None while that is unknown."""
+        team = self.formation.latest()
+        for member in () if team is None else team.members:
+            key = f"{PROGRESS_KEY}/{member}"
+            if self.connector.store.check([key]):
+                found = json.loads(self.connector.store.get(key)).get("place")
+                return None if found is None else DataPlace(*found)
+        return None
+
+    def _has_passed(self, place: DataPlace) -> bool:
+        """Whether the team reads other data, or a later epoch. False while that is unknown."""
+        now = self.place_of_team()
+        return now is not None and (now.reader != place.reader or now.epoch > place.epoch)
+
+    def _report_progress(self, world: World, step: int) -> None:
+        """Write this member's step and place into the store now and then, for newcomers and `syncline status`."""
+        now = self.connector.runtime.now()
+        if now - self._reported >= REPORT_EVERY_S:
+            self._reported = now
+            found = {"step": step, "time": time.time(), "rank": world.rank, "size": world.size, "place": self._place}
+            self.connector.store.set(f"{PROGRESS_KEY}/{self.limits.member}", json.dumps(found))
+
+    # Forming and installing a team.
+
+    def _change_team(
+        self, world: World, operation: RepeatableOperation[Any] | None, error: SynclineError | None
+    ) -> tuple[Any] | None:
+        """Form the next team and continue with it. Returns the result of the interrupted operation if a member has it.
+
+        A member that is lost meanwhile leads to one more team.
+        """
+        for attempt in range(MAX_ATTEMPTS):
+            if operation is not None or attempt:  # between two steps the others still complete theirs
+                self._abort(world)
+            arrival = Arrival(self.operations, between_steps=operation is None)
+            self.team = self.formation.form(self.team, arrival, self._place)
+            try:
+                return self._install(world, operation)
+            except (PeerLostError, ProtocolError) as again:
+                logger.info("member %d: %s; the team is formed again", self.limits.member, again)
+        raise WorldError(f"member {self.limits.member}: no team was formed in {MAX_ATTEMPTS} attempts") from error
+
+    def _abort(self, world: World) -> None:
+        """End the waits on the old channels, here and at the other members."""
+        for communicator in self.communicators:
+            communicator.group.abort()
+        world.everyone.abort()
+
+    def _install(self, world: World, operation: RepeatableOperation[Any] | None = None) -> tuple[Any] | None:
+        """Connect the team, bring all members to the same operation, and tell the runs."""
+        team = self.team
+        world.rebind(self.connector.connect(team.members, team.generation), team.members)
+        self._refuse_newcomer_without_run(world)
+        if team.operations < 0:
+            raise WorldError(f"no member of {list(team.members)} has the state of the job: all that had it are lost")
+        newcomer = self.operations < 0
+        found = self._hand_over(world, operation)
+        change = self._describe_change(team, trained=found is not None or operation is None or not operation.trains)
+        ahead = next(member for member in team.members if team.completed(member) == team.operations)
+        for communicator in self.communicators:
+            communicator.rebind()
+        for run in world.runs:
+            run.team_changed(change)
+        if team.arrivals[ahead].between_steps:
+            self.newcomers_known = self._newcomer_seen = False
+        if newcomer:
+            self._welcome(world, team.members.index(ahead))
+            self._dealt_team, self.operations, self.joining = team, team.operations, False
+            self._change_data(world, TeamChange(world.size, world.rank, world.size, (), True))
+        elif found is not None and not team.arrivals[ahead].between_steps:
+            self._postponed = True
+        else:  # before a newcomer gets the position in the data
+            self._change_data(world, change)
+            self._welcome(world, team.members.index(ahead))
+        logger.log(
+            logging.WARNING if world.rank == 0 else logging.INFO,
+            "team %d continues with %d workers (members %s)",
+            *(team.generation, world.size, list(team.members)),
+        )
+        return found
+
+    def _refuse_newcomer_without_run(self, world: World) -> None:
+        if self.joining and not world.runs:
+            raise WorldError("a worker joins by sl.distribute() and run.shard(), and this one has no run")
+
+    def _describe_change(self, team: Team, trained: bool) -> TeamChange:
+        """The change from the team to which the current batch was dealt."""
+        old = self._dealt_team.members
+        lost = tuple(rank for rank, member in enumerate(old) if member not in team.members)
+        return TeamChange(len(old), team.members.index(self.limits.member), len(team.members), lost, trained)
+
+    def _change_data(self, world: World, change: TeamChange) -> None:
+        self._reader_team = self.team
+        for run in world.runs:
+            run.apply_change_of_data(change)
+
+    def _hand_over(self, world: World, operation: RepeatableOperation[Any] | None) -> tuple[Any] | None:
+        """Give the result of the latest operation to members that could not complete it."""
+        team = self.team
+        counts = [team.completed(member) for member in team.members]
+        old = [count for count in counts if count >= 0]
+        if min(old) == max(old):
+            return None
+        if min(old) < max(old) - 1:
+            raise WorldError(
+                f"the members {list(team.members)} have completed {counts} operations, which differ by more than one: "
+                "do all workers call the same collectives?"
+            )
+        from syncline.world.functional import broadcast_object
+
+        root = counts.index(max(old))
+        result = broadcast_object(self._last if root == world.rank else None, root, group=world.everyone)
+        behind = team.completed(self.limits.member) == min(old)
+        if behind and operation is None:
+            raise WorldError(f"member {self.limits.member} is behind the others between two steps")
+        return (result,) if behind else None
+
+    def _welcome(self, world: World, root: int) -> None:
+        """Give newcomers the state of the runs of a member that is ahead."""
+        if all(count >= 0 for count in map(self.team.completed, self.team.members)):
+            return
+        from syncline.world.functional import broadcast_object
+
+        for run in world.runs:
+            state = broadcast_object(run.newcomer_state() if root == world.rank else None, root, group=world.everyone)
+            if self.operations < 0:
+                run.load_newcomer_state(state)
+
+    def close(self, reason: str) -> None:
+        """Leave the job."""
+        try:
+            self.formation.leave(reason)
+        except RuntimeError:  # the store is gone, and so is the job
+            logger.debug("member %d leaves a job whose store is gone", self.limits.member)
+        self.connector.close()
+
+
+class RepeatedCall(Generic[T]):
+    """A collective function whose inputs do not change, and whose result is the same on all ranks."""
+
+    trains = False
+
+    def __init__(self, attempt: Callable[[], T]) -> None:
+        self.attempt = attempt
+
+    def prepare_again(self) -> None:
+        """Nothing has changed."""
+
+    def result(self, value: T) -> Any:
+        return value
+
+    def adopt(self, result: Any) -> T:
+        return result  # type: ignore[no-any-return]
+
+
+class SingleCall(RepeatedCall[T]):
+    """A collective function whose result depends on the rank: it cannot be repeated with another team."""
+
+    def __init__(self, attempt: Callable[[], T], describe: str) -> None:
+        super().__init__(attempt)
+        self._describe = describe
+
+    def prepare_again(self) -> None:
+        raise WorldError(
+            f"a worker was lost during {self._describe}, which cannot be repeated with another number of workers"
+        )
+
+    def result(self, value: T) -> Any:
+        return None
+
+    def adopt(self, result: Any) -> T:
+        self.prepare_again()
+        return result  # type: ignore[no-any-return]
+
+
+def check_elastic_engine(name: str) -> None:
+    """Refuse a transport whose members cannot change."""
+    if name != "torch_dist":
+        raise UnsupportedError(
+            f'transport={name!r} cannot lose workers: an elastic job runs on "torch_dist"; leave --elastic out'
+        )

@@ -1,0 +1,138 @@
+"""Forming a team: all survivors agree on the same members, and a member that was left out gives up."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+import syncline as sl
+from syncline.control import Arrival, ControlLog, MemoryStore, Team, TeamFormation
+from syncline.errors import WorldError
+from syncline.runtime import RealRuntime
+from syncline.testing import hunt_cases
+from syncline.transports.simulated import kill_rank
+from syncline.world import World
+from tests.hunting import seeds
+
+HERE, LATER = ("data0", 2), ("data0", 3)
+
+
+def formation(store: MemoryStore, member: int, **options: Any) -> TeamFormation:
+    return TeamFormation(store, member, RealRuntime(), dict, **{"timeout_s": 0.01, **options})
+
+
+def agree(seed: int) -> None:
+    """Members with different progress meet; some are killed on the way. The others must see one sequence of teams."""
+    draw = random.Random(seed)
+    size, values = draw.randint(2, 5), dict[str, bytes]()
+    killed = set(draw.sample(range(size), draw.randint(0, size - 1)))
+    operations = [draw.randint(3, 4) for _ in range(size)]
+    lost: dict[int, str] = {}
+
+    def meet(world: World) -> list[tuple[int, tuple[int, ...]]]:
+        def lost_members() -> dict[int, str]:
+            return dict.fromkeys(world.lost, "it was killed")
+
+        store = MemoryStore(values, lambda: world.runtime.sleep(1e-4))
+        form = TeamFormation(store, world.rank, world.runtime, lost_members, timeout_s=1000.0)
+        team, seen = Team(0, tuple(range(size))), []
+        if world.rank in killed:
+            kill_rank(world.transport)
+        for _ in range(3):
+            team = form.form(team, Arrival(operations[world.rank], between_steps=False))
+            seen.append((team.generation, team.members))
+        return seen
+
+    simulation = sl.simulate(meet, size, seed=seed, chaos=True)
+    survivors = [result for result in simulation.results if result is not None]
+    assert len(survivors) >= size - len(killed)
+    assert all(found == survivors[0] for found in survivors), survivors
+    assert [generation for generation, _ in survivors[0]] == [1, 2, 3]
+    alive = {rank for rank, result in enumerate(simulation.results) if result is not None}
+    assert alive <= set(survivors[0][-1][1])
+    entries = [entry for entry in ControlLog(MemoryStore(values)).read() if entry.kind == "team"]
+    by_generation = {entry.fields["generation"]: tuple(entry.fields["team"]) for entry in entries}
+    assert all(dict(survivors[0])[number] == members for number, members in by_generation.items())
+    assert not lost
+
+
+@pytest.mark.hunt
+def test_survivors_agree_on_every_team() -> None:
+    hunt_cases(agree, seeds(60, 3000), "tests.control.test_team.agree({seed})")
+
+
+def test_a_member_that_was_left_out_gives_up() -> None:
+    store = MemoryStore()
+    before = Team(0, (0, 1))
+    first = formation(store, 0)
+    assert first.form(before, Arrival(0, between_steps=False)).members == (0,)
+    with pytest.raises(WorldError, match="declared lost"):
+        formation(store, 1).form(before, Arrival(0, between_steps=False))
+    assert [entry.kind for entry in ControlLog(store).read()] == ["lost", "team"]
+
+
+def test_newcomers_are_admitted_between_steps_only() -> None:
+    store = MemoryStore()
+    formation(store, 5).ask_to_join(HERE)
+    member = formation(store, 0)
+    team = member.form(Team(0, (0,)), Arrival(0, between_steps=False))
+    assert team.members == (0,)
+    assert member.newcomers_wait(team, HERE)
+    team = member.form(team, Arrival(4, between_steps=True), HERE)
+    assert (team.members, team.completed(0), team.completed(5)) == ((0, 5), 4, -1)
+    assert formation(store, 5).await_admission() == team
+    assert not member.newcomers_wait(team, HERE)
+
+
+def test_a_newcomer_is_admitted_at_its_place_in_the_data() -> None:
+    store = MemoryStore()
+    newcomer = formation(store, 5)
+    newcomer.ask_to_join(HERE)
+    member = formation(store, 0)
+    team = member.form(Team(0, (0,)), Arrival(0, between_steps=True), LATER)
+    assert team.members == (0,)
+    assert not member.newcomers_wait(team, LATER)
+    assert newcomer.await_admission(gave_up=lambda: True) is None
+    newcomer.ask_to_join(LATER)
+    assert member.newcomers_wait(team, LATER)
+    assert member.form(team, Arrival(1, between_steps=True), LATER).members == (0, 5)
+
+
+def test_a_newcomer_waits_where_the_team_is_complete() -> None:
+    store = MemoryStore()
+    formation(store, 5).ask_to_join(HERE)
+    member = formation(store, 0, maximum=1)
+    team = member.form(Team(0, (0,)), Arrival(0, between_steps=True), HERE)
+    assert team.members == (0,)
+    assert not member.newcomers_wait(team, HERE)
+    with pytest.raises(WorldError, match="not admitted"):
+        formation(store, 5).await_admission()
+
+
+def test_a_newcomer_without_the_state_waits_again() -> None:
+    """Its team could not be connected, and the others repeat an operation without it."""
+    store = MemoryStore()
+    formation(store, 5).ask_to_join(HERE)
+    member = formation(store, 0)
+    team = member.form(Team(0, (0,)), Arrival(2, between_steps=True), HERE)
+    store.set(f"control/arrive/{team.generation + 1}/5", '{"operations": -1, "between_steps": true}')
+    team = member.form(team, Arrival(2, between_steps=False))
+    assert team.members == (0,)
+    team = member.form(team, Arrival(3, between_steps=True), HERE)
+    assert team.members == (0, 5)
+
+
+def test_too_few_members_end_with_a_sentence() -> None:
+    with pytest.raises(WorldError, match="at least 2"):
+        formation(MemoryStore(), 0, minimum=2).form(Team(0, (0,)), Arrival(0, between_steps=True))
+
+
+def test_a_newcomer_of_an_ended_job_is_told() -> None:
+    store = MemoryStore()
+    member = formation(store, 0)
+    member.form(Team(0, (0,)), Arrival(0, between_steps=True))
+    member.leave("it has finished")
+    with pytest.raises(WorldError, match="the job has ended"):
+        formation(store, 5).await_admission()

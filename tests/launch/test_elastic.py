@@ -1,0 +1,208 @@
+"""Elastic jobs as users start them: ranks are killed and started again, others join, and too few end the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncline.control import LogEntry
+from syncline.errors import SpecError
+from syncline.launch.elastic import open_control_log, started_members
+from syncline.launch.job_folder import open_job_store, read_job
+from tests.launch.runs import Run, Runs, wait_for
+
+MEMBER = """
+import json
+member = int(os.environ["SYNCLINE_MEMBER"])
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SYNCLINE_LOCAL_RANK", "SYNCLINE_ELASTIC")
+names += ("SYNCLINE_JOIN", "SYNCLINE_PROGRAM", "SYNCLINE_LOST_AFTER")
+post(f"member{member}", json.dumps([os.getpid(), *(os.environ.get(name) for name in names)]))
+"""
+WAITING = f"""{MEMBER}
+until("go")
+say("done", member)
+"""
+
+
+def told(runs: Runs, member: int) -> list[Any]:
+    """The process id of a member, and its variables."""
+    found: list[Any] = json.loads(runs.read(f"member{member}"))
+    return found
+
+
+def logged(runs: Runs) -> list[LogEntry]:
+    """The control log of the job in the folder `job`."""
+    folder = runs.folder / "job"
+    return open_control_log(open_job_store(folder, read_job(folder))).read()
+
+
+def kill(runs: Runs, member: int, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(told(runs, member)[0], number)
+
+
+def end(runs: Runs, run: Run) -> Run:
+    runs.post("go")
+    return run.finish()
+
+
+def test_killed_rank_is_started_again_as_a_new_member(runs: Runs) -> None:
+    run = runs.start("run", "-n", "2", "--elastic", "1:3", "--restart", "2", "--folder", "job", runs.script(WAITING))
+    told(runs, 0)
+    kill(runs, 1)
+    first, new = told(runs, 0)[1:], told(runs, 2)[1:]
+    assert first == ["0", "2", "0", "2", None, "1:3", None, "rank 0", "10"]
+    assert new == ["0", "1", "0", "1", "1", "1:3", "1", "rank 2", "10"]
+    second = runs.run("run", "-n", "2", "--elastic", "1:3", "--folder", "job", runs.script(WAITING))
+    assert second.code == 2
+    assert f"job is in use by another job (process {run.pid} on " in second.err
+    wait_for(lambda: len(logged(runs)) == 6, "the new rank is in the log")
+    found = json.loads(runs.run("status", "job", "--json").out)
+    assert [(one["member"], one["pid"]) for one in found["members"]] == [(0, told(runs, 0)[0]), (2, told(runs, 2)[0])]
+    assert [one["kind"] for one in found["events"]] == ["job", "started", "started", "ended", "restart", "started"]
+    assert found["events"][3]["reason"] == "it was killed by signal 9 (SIGKILL)"
+    shown = runs.run("status", "job")
+    assert "job: 2 members (1 to 3), running for " in shown.out
+    assert "ended     member 1: it was killed by signal 9 (SIGKILL)" in shown.out
+    assert "restart   member 2 replaces member 1 after 1 s, restart 1" in shown.out
+    assert end(runs, run).code == 0, run.describe()
+    assert run.err.splitlines() == [
+        "syncline: rank 1 was killed by signal 9 (SIGKILL); it is started again in 1 s (restart 1 of 2)",
+        "syncline: the job ended well; 1 rank was lost, 1 was started again",
+    ]
+    assert "[2] done 2\n" in run.out
+    ended = runs.run("status", "job")
+    assert (ended.code, ended.err) == (1, "")
+    assert ended.out.startswith("the job in job ended at ")
+    assert ended.out.endswith("with exit code 0\n")
+    assert runs.run("join", "job").err.endswith("with exit code 0; start a new job\n")
+    runs.assert_nothing_left()
+
+
+FAILING = f"""{MEMBER}
+if rank == 1 or "SYNCLINE_JOIN" in os.environ:
+    raise ValueError("boom")
+until("go")
+"""
+
+
+def test_restarts_are_limited_and_the_others_end_well(runs: Runs) -> None:
+    run = runs.start("run", "-n", "2", "--elastic", "1:2", "--restart", "1", runs.script(FAILING))
+    told(runs, 2)
+    wait_for(lambda: "already" in run.err, "the second failure is reported")
+    assert end(runs, run).code == 0, run.describe()
+    assert not (runs.folder / "member3").exists()
+    assert run.err.count("Traceback") == 1
+    assert "rank 1 failed (exit code 1); it is started again in 1 s (restart 1 of 1)\nTraceback" in run.err
+    assert "rank 2 failed (exit code 1) with the same error as rank 1; it was started again once already" in run.err
+    assert run.err.endswith("syncline: the job ended well; 2 ranks were lost, 1 was started again\n")
+
+
+def test_too_few_ranks_end_the_job(runs: Runs) -> None:
+    run = runs.start("run", "-n", "3", "--elastic", "2:3", "--folder", "job", runs.script(WAITING))
+    for member in (2, 1):
+        told(runs, 0)
+        kill(runs, member)
+    run.finish()
+    assert run.code == 137, run.describe()
+    assert run.err.endswith("syncline: 1 rank is left of 3, and the job needs at least 2: it ends\n")
+    found = read_job(runs.folder / "job")
+    assert found.ended is not None
+    assert (found.ended["code"], found.key) == (137, "")
+    assert (runs.folder / "job" / "job.json").stat().st_mode & 0o777 == 0o600
+    runs.assert_nothing_left()
+
+
+def test_script_that_cannot_start_is_not_restarted_forever(runs: Runs) -> None:
+    run = runs.run("run", "-n", "2", "--elastic", "1:2", "--restart", "1", runs.script("def"))
+    assert run.code == 1, run.describe()
+    assert run.err.count("SyntaxError") == 1
+    assert run.err.endswith("syncline: 0 ranks are left of 2, and the job needs at least 1: it ends\n")
+
+
+def test_frozen_rank_is_killed_and_started_again(runs: Runs) -> None:
+    options = ("--elastic", "1:2", "--restart", "1", "--lost-after", "2")
+    run = runs.start("run", "-n", "2", *options, runs.script(WAITING))
+    told(runs, 0)
+    kill(runs, 1, signal.SIGSTOP)
+    told(runs, 2)
+    assert end(runs, run).code == 0, run.describe()
+    assert "rank 1 sent no heartbeat for" in run.err
+    assert "it is started again in 1 s" in run.err
+    runs.assert_nothing_left()
+
+
+JOINED = f"""{MEMBER}
+if "SYNCLINE_JOIN" in os.environ:
+    until("fail")
+    sys.exit(7)
+until("go")
+"""
+
+
+def test_rank_joins_from_another_shell(runs: Runs) -> None:
+    run = runs.start("run", "-n", "2", "--elastic", "1:3", "--folder", "job", runs.script(JOINED))
+    told(runs, 0)
+    told(runs, 1)
+    joining = runs.start("join", "job")
+    assert told(runs, 2)[1:] == ["0", "1", "0", "1", "2", "1:3", "1", "rank 2", "10"]
+    wait_for(lambda: len(started_members(logged(runs))) == 3, "the joined rank is in")
+    refused = runs.run("join", "job")
+    assert refused.code == 2
+    assert "the job has 3 ranks, and its maximum is 3 (--elastic 1:3)" in refused.err
+    runs.post("fail")
+    assert joining.finish().code == 7, joining.describe()
+    assert joining.err.splitlines() == [
+        "syncline: joining as rank 2; Ctrl-C ends it, and the job goes on",
+        "syncline: rank 2 failed (exit code 7)",
+    ]
+    last = logged(runs)[-1]
+    assert (last.kind, last.fields) == ("ended", {"member": 2, "code": 7, "reason": "it failed (exit code 7)"})
+    wait_for(lambda: "has ended" in run.err, "the supervisor has read it")
+    assert end(runs, run).code == 0, run.describe()
+    assert "syncline: rank 2, which had joined, has ended: it failed (exit code 7)" in run.err
+    runs.assert_nothing_left()
+
+
+def test_ctrl_c_ends_a_joined_rank_alone(runs: Runs) -> None:
+    run = runs.start("run", "-n", "1", "--elastic", "1:2", "--folder", "job", runs.script(WAITING))
+    told(runs, 0)
+    joining = runs.start("join", "job")
+    told(runs, 1)
+    os.kill(joining.pid, signal.SIGINT)
+    assert joining.finish().code == 130, joining.describe()
+    assert logged(runs)[-1].kind == "ended"
+    assert end(runs, run).code == 0, run.describe()
+    runs.assert_nothing_left()
+
+
+def test_folders_without_a_running_job(runs: Runs, tmp_path: Path) -> None:
+    for command in ("status", "join"):
+        run = runs.run(command, "nowhere")
+        assert run.code == 2
+        assert "nowhere has no job.json" in run.err
+    run = runs.start("run", "-n", "1", "--elastic", "1:2", "--folder", "job", runs.script(WAITING))
+    told(runs, 0)
+    path = tmp_path / "job" / "job.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "version": "0.0.1"}))
+    assert "job runs Syncline 0.0.1, this command runs " in runs.run("join", "job").err
+    path.write_text(json.dumps({**found, "port": 1}))
+    assert "does not answer at 127.0.0.1:1 within 5 s" in runs.run("status", "job").out
+    path.write_text(json.dumps({**found, "environment": {"SYNCLINE_RUN_ID": "other"}}))
+    assert "another job answers" in runs.run("status", "job").out
+    os.kill(run.pid, signal.SIGKILL)
+    run.finish()
+    path.write_text(json.dumps(found))
+    assert f"its supervisor, process {run.pid}, is gone" in runs.run("status", "job").out
+    path.write_text("{}")
+    assert "another version of Syncline" in runs.run("status", "job").err
+
+
+def test_job_json_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="was started with --elastic"):
+        read_job(tmp_path)

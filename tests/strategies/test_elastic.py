@@ -1,0 +1,216 @@
+"""Elastic jobs on the simulator: workers are killed and join at random moments, and the others go on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import syncline as sl
+from syncline.errors import IncompatibleError, UnsupportedError, WorldError
+from syncline.testing import hunt_cases
+from syncline.transports.faults import Fault, Join
+from syncline.transports.simulated import kill_rank
+from syncline.world import Simulation, World
+from tests.data.cases import Numbers
+from tests.hunting import seeds
+
+WORKERS = 4
+STRATEGIES = {
+    "dense": ("allreduce", None),
+    "quantized": ("allreduce", "quantize(8)"),
+    "sparse": ("allreduce", "topk(0.3)|quantize(4)"),
+    "low rank": ("allreduce", "powersgd(2)"),
+    "local": ("local(period=2)", None),
+    "post-local": ("local(period=2, after=3)", "quantize(8)"),
+    "diloco": ("diloco(period=2)", None),
+    "adacomm": ("adacomm", None),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a worker has at its end."""
+
+    weights: Tensor
+    steps: int
+    size: int
+    rate: float
+    trained: tuple[frozenset[int], ...]
+    """The samples that have changed the model in each epoch."""
+
+
+def member_of(world: World) -> int:
+    assert world.elastic is not None
+    return world.elastic.limits.member
+
+
+def train(world: World, strategy: str, codec: str | None, samples: int, victims: Mapping[int, int]) -> Result:
+    """Two epochs. Sample i changes row i of the model alone, so that the model shows which samples were trained."""
+    member, steps = member_of(world), 0
+    model = torch.nn.Embedding(samples, 3)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    trained = []
+    with sl.distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="auto") as run:
+        loader = DataLoader(Numbers(samples), batch_size=4, shuffle=True)
+        shard, before = run.shard(loader), model.weight.detach().clone()
+        for _ in range(shard.epoch, 2):
+            for batch in shard:
+                if victims.get(member) == steps:
+                    kill_rank(world.transport)
+                steps += 1
+                world.compute(0.01)
+                optimizer.zero_grad()
+                loss = model(batch).sum()
+                run.note_loss(loss)
+                loss.backward()
+                optimizer.step()
+            with run.agreed():
+                now = model.weight.detach().clone()
+            changed = (now != before).any(1).nonzero().view(-1).tolist()
+            trained.append(frozenset(map(int, changed)))
+            before = now
+            scheduler.step()
+        taken = run.stats.steps
+    rate = float(optimizer.param_groups[0]["lr"])
+    return Result(model.weight.detach().clone(), taken, world.size, rate, tuple(trained))
+
+
+def outcome(found: Simulation) -> list[Result]:
+    """The results of the workers that ended well. A newcomer may come too late."""
+    late = ("the job has ended", "not admitted")
+    for result in found.results:
+        if isinstance(result, BaseException) and not any(words in str(result) for words in late):
+            raise result
+    return [result for result in found.results if isinstance(result, Result)]
+
+
+def survive(strategy: str, codec: str | None) -> Callable[[int], None]:
+    """A case for each seed: up to three of four workers are killed, up to two join. The rest must agree."""
+
+    def check(seed: int) -> None:
+        draw = random.Random(seed)
+        victims = {member: draw.randrange(8) for member in draw.sample(range(WORKERS), draw.randint(0, 3))}
+        samples = draw.choice([48, 62, 96])
+        joins: Sequence[Fault] = [Join(at=draw.uniform(0, 0.2)) for _ in range(draw.randint(0, 2))]
+        found = sl.simulate(
+            lambda world: train(world, strategy, codec, samples, victims),
+            WORKERS,
+            elastic=(1, WORKERS + 2),
+            faults=joins,
+            seed=seed,
+            chaos=seed % 2 == 1,
+            return_exceptions=True,
+        )
+        results = outcome(found)
+        assert len([each for each in found.results[:WORKERS] if each is not None]) >= WORKERS - len(victims)
+        for result in results:
+            assert torch.equal(result.weights, results[0].weights)
+            assert (result.steps, result.rate) == (results[0].steps, 0.25)
+        if strategy == "allreduce" and codec is None:
+            for result in (each for each in found.results[:WORKERS] if each is not None):
+                assert all(len(epoch) == samples for epoch in result.trained), (victims, joins)
+
+    return check
+
+
+@pytest.mark.hunt
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # in epochs that a newcomer has missed
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_survivors_go_on_and_agree(name: str) -> None:
+    check = survive(*STRATEGIES[name])
+    hunt_cases(check, seeds(14 if name == "dense" else 4, 1200), f"survive{STRATEGIES[name]}({{seed}})")
+
+
+def test_the_survivors_repeat_the_step_with_their_own_gradients() -> None:
+    """After a loss a step applies the mean over the survivors, exactly as a job of these workers would."""
+
+    def work(world: World) -> Tensor:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sl.distribute(model, optimizer, algorithm="ring")
+        for step in range(2):
+            if step == 1 and member_of(world) == 2:
+                kill_rank(world.transport)
+                world.compute(1.0)
+            optimizer.zero_grad()
+            model(torch.tensor([[float(2 ** member_of(world))]])).sum().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    found = sl.simulate(work, 3, elastic=(1, 3)).results
+    expected = -torch.tensor([[(1 + 2 + 4) / 3 + (1 + 2) / 2]])
+    assert torch.allclose(found[0], expected)
+    assert torch.equal(found[0], found[1])
+    assert found[2] is None
+
+
+def test_a_resize_callback_sees_old_and_new_numbers() -> None:
+    def work(world: World) -> list[tuple[int, int]]:
+        calls: list[tuple[int, int]] = []
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.distribute(model, optimizer, algorithm="ring", on_resize=lambda old, new: calls.append((old, new)))
+        for step, batch in enumerate(run.shard(DataLoader(Numbers(48), batch_size=2))):
+            if step == 2 and member_of(world) == 0:
+                kill_rank(world.transport)
+            world.compute(0.1)
+            model(batch.view(-1, 1).float()).sum().backward()
+            optimizer.step()
+        run.close()
+        return calls
+
+    found = sl.simulate(work, 3, elastic=(1, 4), faults=[Join(at=0.6)]).results
+    assert found[0] is None
+    assert found[1] == found[2] == [(3, 2), (2, 3)]
+    assert found[3] == []
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "easgd", "ensemble", "allreduce(delay=1)", "diloco(overlap=True)"])
+def test_strategies_that_need_all_workers_are_refused(strategy: str) -> None:
+    def work(world: World) -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(IncompatibleError, match="--elastic"):
+            sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
+
+    sl.simulate(work, 2, elastic=(1, 2))
+
+
+def test_groups_of_some_workers_are_refused() -> None:
+    def work(world: World) -> None:
+        with pytest.raises(UnsupportedError, match="--elastic"):
+            world.group([0])
+
+    sl.simulate(work, 2, elastic=(1, 2))
+
+
+def test_a_call_that_depends_on_the_ranks_is_not_repeated() -> None:
+    def work(world: World) -> None:
+        if world.rank == 0:
+            kill_rank(world.transport)
+            world.compute(1.0)
+        sl.alltoall(torch.arange(3))
+
+    found = sl.simulate(work, 3, elastic=(1, 3), return_exceptions=True).results
+    assert isinstance(found[1], WorldError)
+    assert "cannot be repeated" in str(found[1])
+
+
+@pytest.mark.parametrize(("elastic", "words"), [((0, 4), "between"), ((3, 4), "between"), ((1, 1), "between")])
+def test_limits_that_do_not_fit_are_refused(elastic: tuple[int, int], words: str) -> None:
+    with pytest.raises(WorldError, match=words):
+        sl.simulate(lambda world: None, 2, elastic=elastic)
+
+
+def test_a_join_needs_an_elastic_job() -> None:
+    with pytest.raises(WorldError, match="elastic"):
+        sl.simulate(lambda world: None, 2, faults=[Join(at=1.0)])

@@ -47,3 +47,27 @@ def test_equal_entries_of_two_writers_both_count() -> None:
     store = MemoryStore()
     first, second = ControlLog(store, lambda: 0.0), ControlLog(store, lambda: 0.0)
     assert [first.append("note"), second.append("note")] == [0, 1]
+
+
+def test_a_bounded_log_keeps_the_latest_entries_without_gaps() -> None:
+    values: dict[str, bytes] = {}
+
+    def write(world: World) -> tuple[list[tuple[int, int]], int]:
+        log, late = (
+            ControlLog(MemoryStore(values, lambda: world.runtime.sleep(0.0)), world.runtime.now, "ring", max_entries=8)
+            for _ in range(2)
+        )
+        seen = []
+        for number in range(10):
+            log.append("note", rank=world.rank, own=number)
+            seen += [(entry.fields["rank"], entry.number) for entry in log.read()]
+        world.barrier()
+        return seen, late.read()[0].number
+
+    for seed in range(20):
+        values.clear()
+        for seen, first in sl.simulate(write, ranks=3, seed=seed, chaos=True).results:
+            numbers = [number for _, number in seen]
+            assert numbers == sorted(set(numbers))
+            assert first == 30 - 8, "a late reader begins with the oldest entry that is left"
+        assert len(values) == 8

@@ -11,7 +11,7 @@ import torch
 from syncline.server import handler, protocol
 from syncline.server.protocol import MAX_CACHED_KEY_LISTS, RequestHeader, json_body
 from syncline.server.request_handler import RequestHandler
-from syncline.server.shard import MAX_POSTS, MAX_STEPS_AHEAD
+from syncline.server.shard import MAX_STEPS_AHEAD
 from tests.server.handler_client import (
     NUMEL,
     WORKERS,
@@ -289,10 +289,9 @@ def test_observers_wait_for_the_space_and_have_no_clock() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [b"", b"[1]", b'{"do": "dance"}', b'{"do": ["x"]}', b'{"do": "post", "kind": "a", "values": 3}',
-     b'{"do": "post", "kind": "a", "values": ["x"]}', b'{"do": "clocks", "clocks": [1]}',
-     b'{"do": "clocks", "clocks": [-1, 0]}', b'{"do": "clocks", "clocks": [1e400, 0]}', b'{"do": "posts"}',
-     b'{"do": "posts", "since": 1e400}', b'{"do": "handler", "name": "unheard_of"}', b'{"do": "below", "below": 3}',
+    [b"", b"[1]", b'{"do": "dance"}', b'{"do": ["x"]}', b'{"do": "clocks", "clocks": [1]}',
+     b'{"do": "clocks", "clocks": [-1, 0]}', b'{"do": "clocks", "clocks": [1e400, 0]}',
+     b'{"do": "handler", "name": "unheard_of"}', b'{"do": "below", "below": 3}',
      b"[" * 20000],
 )  # fmt: skip
 def test_invalid_control_requests_are_refused(asked: bytes) -> None:
@@ -307,31 +306,6 @@ def test_an_unknown_handler_lists_the_known() -> None:
     (client,) = handler_with(0)
     answer = client.ask(RequestHeader(protocol.CONTROL), json_body({"do": "handler", "name": "half_then_rise"}))
     assert "half_then_raise" in reason_of(answer)
-
-
-def test_posts_are_read_in_portions_of_one_message() -> None:
-    (client,) = handler_with(0)
-    for number in range(10):
-        client.control(do="post", kind="k", values=[number + 0.123456789] * 1000)
-        client.acked = client.number
-    seen: list[int] = []
-    while len(seen) < 10:
-        found = client.control(do="posts", since=len(seen))
-        assert found, "nothing more came"
-        seen += [number for number, _, _ in found]
-    assert seen == list(range(1, 11))
-    for _ in range(MAX_POSTS - 10):
-        client.acked = client.number
-        client.control(do="post", kind="k", values=[])
-    for extra in range(1, 4):  # it never ends: the oldest are dropped, and numbers run on
-        client.acked = client.number
-        assert client.control(do="post", kind="new", values=[extra])["number"] == MAX_POSTS + extra
-    assert client.control(do="posts", since=0)[0][0] == 4
-    assert client.control(do="posts", since=MAX_POSTS + 1) == [
-        [MAX_POSTS + 2, "new", [2.0]],
-        [MAX_POSTS + 3, "new", [3.0]],
-    ]
-    assert client.control(do="posts", since=MAX_POSTS + 9) == []
 
 
 def test_a_sub_master_reports_steps_of_workers_only() -> None:

@@ -280,12 +280,10 @@ def test_stopping_reaches_every_group() -> None:
     assert max(sl.simulate(work, WORKERS).results) < 8
 
 
-def test_posts_steps_and_clocks_belong_to_the_whole_tree() -> None:
-    def work(world: sl.World) -> tuple[list[int], list[tuple[float, ...]], int]:
+def test_steps_and_clocks_belong_to_the_whole_tree() -> None:
+    def work(world: sl.World) -> tuple[list[int], int]:
         client = open_tree(world, "told", 2, 2, torch.zeros(2), synchronous=True, mean=True)
         assert isinstance(client, TreeClient)
-        if world.rank == 3:
-            client.post("found", [3.0])
         if world.rank == 0:
             client.control({"do": "clocks", "clocks": [5, 5, 5, 5]})
         client.set_clocks([5, 5, 5, 5])
@@ -293,12 +291,12 @@ def test_posts_steps_and_clocks_belong_to_the_whole_tree() -> None:
         assert client.steps() == [5] * WORKERS
         client.push_pull(None, torch.ones(2), tick=True, min_clock=client.clock + 1).wait()
         world.barrier()
-        told = client.steps(), [post.values for post in client.read_posts()], client.clock
+        told = client.steps(), client.clock
         world.barrier()
         client.close()
         return told
 
-    assert sl.simulate(work, WORKERS).results == (([6] * WORKERS, [(3.0,)], 6),) * WORKERS
+    assert sl.simulate(work, WORKERS).results == (([6] * WORKERS, 6),) * WORKERS
 
 
 # Hunts.

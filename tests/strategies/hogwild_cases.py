@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.strategies import strategy_run
-from syncline.strategies.control import SharedMemoryChannel
 from syncline.testing.collectives import world_on
 from syncline.transports import Transport
 from syncline.workloads import build
@@ -35,7 +34,7 @@ class Tagged(nn.Module):
 
 def learn_digits(transport: Transport, epochs: int) -> tuple[float, float, list[int], int]:
     """Real digits on real processes: accuracy before and after, everybody's steps, and the bytes that were sent."""
-    world = world_on(transport)
+    world_on(transport)
     workload = build("digits")
     model = workload.model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -47,10 +46,11 @@ def learn_digits(transport: Transport, epochs: int) -> tuple[float, float, list[
             optimizer.zero_grad()
             backward(workload.loss(model, batch))
             optimizer.step()
-    world.barrier()  # all have ended: everybody sees the same
+    with run.agreed():  # all have ended: everybody sees the same
+        pass
     after = workload.evaluate(model, workload.splits().validation)["accuracy"]
     board = strategy_run(run).control_channel()
-    assert isinstance(board, SharedMemoryChannel)
+    assert board is not None
     steps, sent = board.steps(), run.stats.bytes_wire
     run.close()
     return before, after, steps, sent

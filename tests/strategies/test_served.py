@@ -224,6 +224,7 @@ def test_a_channel_carries_posts_and_the_request_to_stop() -> None:
         with distributed(model, optimizer) as run:
             control = run.control_channel()
             for step in range(50):
+                world.compute(0.01)
                 step_tag(model, optimizer, world.rank, step)
                 if world.rank == 0 and step == 4:
                     control.post("news", [1.5, 2.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,69 +9,55 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.control import ControlChannel, MemoryStore
 from syncline.reduction import Communicator
+from syncline.runtime import RealRuntime, Runtime
 from syncline.strategies import AsynchronousRun, RunSettings, Strategy, StrategyRun
-from syncline.strategies.control import Post
 from syncline.world import World
 
 
 @dataclass
 class Common:
-    """The state that all simulated ranks share. `reads`: the number of steps in the weights, at each read."""
+    """The state that all simulated ranks share."""
 
     workers: int
     steps: list[int] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    posts: list[Post] = field(default_factory=list)
+    values: dict[str, bytes] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
-    stopping: bool = False
 
     def __post_init__(self) -> None:
         self.steps = [0] * self.workers
 
 
-class MemoryChannel:
-    """The control channel of one rank. Every call takes the latency, so that calls of other ranks come in between."""
+class MemoryChannel(ControlChannel):
+    """The control channel of one rank, or of an observer. Step counts are those of the common state.
 
-    def __init__(self, common: Common, world: World, latency: float = 0.0) -> None:
-        self.common, self.world, self.latency = common, world, latency
+    Every call takes the latency, so that calls of other ranks come in between.
+    """
 
-    def _passes(self) -> None:
-        if self.latency:
-            self.world.runtime.sleep(self.latency)
+    def __init__(self, common: Common, world: World | None = None, latency: float = 0.0) -> None:
+        runtime: Runtime = RealRuntime() if world is None else world.runtime
+        store = MemoryStore(common.values, (lambda: runtime.sleep(latency)) if latency else None)
+        super().__init__(
+            store,
+            runtime,
+            "plain",
+            common.workers,
+            None if world is None else world.rank,
+            load_weights=self._load,
+            on_finish=lambda: common.finished.add(-1 if world is None else world.rank),
+        )
+        self.common = common
 
     def steps(self) -> list[int]:
-        self._passes()
+        super().steps()  # takes its time
         return list(self.common.steps)
 
-    def load_weights(self, model: nn.Module) -> None:
-        self._passes()
+    def _load(self, model: nn.Module) -> None:
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 tensor.copy_(self.common.weights[name])
-
-    def stop_requested(self) -> bool:
-        return self.common.stopping
-
-    def request_stop(self) -> None:
-        self._passes()
-        self.common.stopping = True
-
-    def post(self, kind: str, values: Sequence[float]) -> None:
-        self._passes()
-        assert len(kind) <= 32
-        assert len(values) <= 24
-        self.common.posts.append(Post(len(self.common.posts) + 1, kind, tuple(map(float, values))))
-
-    def read_posts(self, since: int) -> list[Post]:
-        self._passes()
-        return self.common.posts[since:]
-
-    def finish(self) -> None:
-        self.common.finished.add(self.world.rank)
-
-    def close(self) -> None:
-        return
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,9 +106,6 @@ class PlainAsynchronousRun(AsynchronousRun):
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
-
-    def control_channel(self) -> MemoryChannel:
-        return self._channel
 
     def _give(self) -> None:
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import syncline as sl
+from syncline.control import ControlChannel
 from syncline.errors import PeerLostError
 from syncline.strategies import AllReduce, Strategy
-from syncline.strategies.control import ControlChannel
 from syncline.training.control_state import REASONS, ControlState, post_staleness
 from syncline.training.evaluator import Evaluator, is_evaluator, wants_evaluator
 from syncline.training.settings import Settings
@@ -47,7 +47,7 @@ def watched(
         Evaluator(board, workload, resolved, model, workers=2, runtime=world.runtime, timeout=timeout).run()
 
     sl.simulate(work, ranks=2, seed=seed)
-    notes = ControlState(MemoryChannel(common, None))  # type: ignore[arg-type]  # without latency it asks for no time
+    notes = ControlState(MemoryChannel(common))
     notes.read()
     return notes
 

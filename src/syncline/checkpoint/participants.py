@@ -24,11 +24,11 @@ import torch
 
 import syncline.errors
 from syncline.checkpoint.objects import RunLike
+from syncline.control import ControlChannel, poll
 from syncline.environment import detect
 from syncline.errors import IncompatibleError, PeerLostError, SynclineError, UnsupportedError, WorldError
 from syncline.runtime import Task
 from syncline.strategies import AsynchronousRun
-from syncline.strategies.control import ControlChannel
 from syncline.world import Group, World, allgather, current_world
 
 __all__ = ["Participants"]
@@ -45,8 +45,7 @@ WORD_BITS = 48
 """Ranks in one number of a post: a float has 53 exact bits."""
 MAX_WORDS = 23
 """Such numbers in one post, at most."""
-MIN_POLL_S, MAX_POLL_S = 1e-3, 0.2
-"""Interval between two reads of the channel: at first, and at most."""
+CHECK_LOST_EVERY_S = 0.2
 LOSS_TIMEOUT_S = 10.0
 """Time within which the launcher or the transport must report the loss that broke a save."""
 
@@ -294,7 +293,7 @@ class SaveAgreement:
         while not any(member in self.world.lost for member in members):
             if runtime.now() >= until:
                 return NEVER
-            runtime.sleep(MAX_POLL_S)
+            runtime.sleep(CHECK_LOST_EVERY_S)
         return AGAIN
 
     def _post(self, kind: str, values: list[float]) -> None:
@@ -315,12 +314,11 @@ class SaveAgreement:
     def _wait(self, what: str, known: Callable[[], bool]) -> None:
         """Read the channel until `known` is true. Any post restarts the timeout."""
         runtime, timeout = self.world.runtime, self.world.transport.timeout
-        gap, since, before = MIN_POLL_S, runtime.now(), self._since
-        self._read()
-        while not known():
-            runtime.sleep(gap)
-            gap = min(1.5 * gap, MAX_POLL_S)
+        since, before = runtime.now(), self._since
+        for _ in poll(runtime):
             self._read()
+            if known():
+                return
             if self._since != before:
                 since, before = runtime.now(), self._since
             if runtime.now() - since > timeout:

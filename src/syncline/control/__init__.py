@@ -1,7 +1,19 @@
-"""What all processes of a job see alike: an ordered log of joins and losses, and the team that they agree on."""
+"""What all processes of a job see alike: an ordered log, the control channel on it, and the team of workers."""
 
+from syncline.control.channel import ControlBarrier, ControlChannel, Post, poll
 from syncline.control.log import ControlLog, LogEntry
 from syncline.control.team import Arrival, Team, TeamFormation
 from syncline.transports.memory_store import MemoryStore
 
-__all__ = ["Arrival", "ControlLog", "LogEntry", "MemoryStore", "Team", "TeamFormation"]
+__all__ = [
+    "Arrival",
+    "ControlBarrier",
+    "ControlChannel",
+    "ControlLog",
+    "LogEntry",
+    "MemoryStore",
+    "Post",
+    "Team",
+    "TeamFormation",
+    "poll",
+]

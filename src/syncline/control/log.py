@@ -3,8 +3,8 @@
 An entry is appended by a compare-and-set of the next free key, so that there are no gaps and no two entries share a
 number. A process that is killed while it appends leaves either the whole entry or nothing::
 
-    control/log/0   {"kind": "joined", "time": …, "member": 0}
-    control/log/1   {"kind": "lost", "time": …, "member": 2, "reason": "killed by signal 9"}
+    control/log/0   {"kind": "joined", "time": …, "entry": 0, "member": 0}
+    control/log/1   {"kind": "lost", "time": …, "entry": 1, "member": 2, "reason": "killed by signal 9"}
     control/log/2   …
 """
 
@@ -49,9 +49,19 @@ class ControlLog:
     [('joined', {'member': 3})]
     """
 
-    def __init__(self, store: KeyValueStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        clock: Callable[[], float] = time.time,
+        key: str = LOG_KEY,
+        max_entries: int | None = None,
+    ) -> None:
         self._store = store
         self._clock = clock
+        self._key = key
+        """The prefix of the keys of the entries. Logs with different prefixes are separate."""
+        self._max_entries = max_entries
+        """So many keys are used in turn, and a reader that is further behind misses entries; None: all are kept."""
         self._read = 0
         """The number of the next entry to read."""
 
@@ -59,30 +69,44 @@ class ControlLog:
         """Append an entry of plain values. Returns its number."""
         # The id tells this entry from an equal one that another process writes at the same time.
         unique = {"kind": kind[:MAX_KIND_CHARS], "time": self._clock(), "id": secrets.token_hex(8)}
-        text = json.dumps({**unique, **fields})
-        if len(text) > MAX_ENTRY_BYTES:
-            raise ProtocolError(f"an entry of {len(text)} B for the control log; at most {MAX_ENTRY_BYTES} B")
-        number = self._read
+        number, expected = self._read, ""
         while True:
-            # Only an absent key is set; another writer's entry is returned instead of ours.
-            found = self._store.compare_set(f"{LOG_KEY}/{number}", "", text)
+            text = json.dumps({**unique, **fields, "entry": number})
+            if len(text) > MAX_ENTRY_BYTES:
+                raise ProtocolError(f"an entry of {len(text)} B for the control log; at most {MAX_ENTRY_BYTES} B")
+            # Only an absent key, or one of the previous turn, is set; else another writer's entry is returned.
+            found = self._store.compare_set(self._key_of(number), expected, text)
             if found == text.encode():
                 return number
-            number += 1
+            present = _parse(number, found).number
+            if present < number:
+                expected = found.decode()
+            else:
+                number, expected = present + 1, ""
 
     def read(self) -> list[LogEntry]:
         """The entries since the last call of this object, oldest first."""
         entries = []
-        while self._store.check([f"{LOG_KEY}/{self._read}"]):
-            entries.append(_parse(self._read, self._store.get(f"{LOG_KEY}/{self._read}")))
+        while self._store.check([self._key_of(self._read)]):
+            entry = _parse(self._read, self._store.get(self._key_of(self._read)))
+            if entry.number < self._read:  # of the previous turn
+                break
+            if entry.number > self._read:  # overwritten before it was read: continue with the oldest one
+                self._read = entry.number - (self._max_entries or 0) + 1
+                continue
+            entries.append(entry)
             self._read += 1
         return entries
+
+    def _key_of(self, number: int) -> str:
+        return f"{self._key}/{number if self._max_entries is None else number % self._max_entries}"
 
 
 def _parse(number: int, text: bytes) -> LogEntry:
     try:
         found = json.loads(text)
         found.pop("id", None)
+        number = int(found.pop("entry", number))
         return LogEntry(number, str(found.pop("kind")), float(found.pop("time")), found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"entry {number} of the control log cannot be read: {text[:80]!r}") from error

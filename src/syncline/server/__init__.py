@@ -5,7 +5,6 @@ from __future__ import annotations
 from syncline.server.client import Client, ClusterStatus, Future
 from syncline.server.network import ServerNetwork, network_of, server_network
 from syncline.server.opening import open_space, store, watch_space
-from syncline.server.protocol import Post
 from syncline.server.rules.handlers import handler
 from syncline.server.server import Server, serve
 
@@ -13,7 +12,6 @@ __all__ = [
     "Client",
     "ClusterStatus",
     "Future",
-    "Post",
     "Server",
     "ServerNetwork",
     "handler",

@@ -21,7 +21,7 @@ from syncline.server import protocol
 from syncline.server.factors import pack_range
 from syncline.server.filters import Filter
 from syncline.server.network import ServerNetwork
-from syncline.server.protocol import Post, ReplyHeader, RequestHeader, bytes_tensor, json_body
+from syncline.server.protocol import ReplyHeader, RequestHeader, bytes_tensor, json_body
 from syncline.server.push_encoder import PushEncoder
 from syncline.server.request_sender import EMPTY_BODY, PendingRequest, RequestSender, ServerConnection
 from syncline.server.space import (
@@ -351,18 +351,6 @@ class Client:
     def finish_training(self) -> None:
         """This worker takes no more steps: no read waits for its clock."""
         self.control({"do": "finish"}, everywhere=True)
-
-    def post(self, kind: str, values: Sequence[float]) -> None:
-        """Publish numbers on server 0."""
-        self.root.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
-
-    def read_posts(self, since: int = 0) -> list[Post]:
-        """Posts with a number above `since`, as many as one message holds.
-
-        The server keeps the latest few thousand. A gap in the numbers means that posts were dropped.
-        """
-        posts = self.root.control({"do": "posts", "since": since})
-        return [Post(int(number), str(kind), tuple(map(float, values))) for number, kind, values in posts]
 
     def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
         """Send a JSON request to server 0, or to all servers, and return the reply or the list of replies."""

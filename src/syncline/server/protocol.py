@@ -8,7 +8,6 @@ requests are JSON, and every field of them is checked.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from math import nan
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from syncline.errors import ProtocolError
 from syncline.wire import WireHeader
 
-__all__ = ["Post", "ReplyHeader", "RequestHeader", "bytes_tensor", "first_tag", "json_body"]
+__all__ = ["ReplyHeader", "RequestHeader", "bytes_tensor", "first_tag", "json_body"]
 
 VERSION = 1
 MAX_INLINE_BYTES = 1 << 15
@@ -168,20 +167,6 @@ class ReplyHeader(NamedTuple):
         if not OK <= found.status <= ORPHANED:
             raise ProtocolError(f"a reply of unknown status {found.status} (flags: {found.flags:#x})")
         return found
-
-
-@dataclass(frozen=True)
-class Post:
-    """A few numbers that a worker or an evaluator publishes to all.
-
-    >>> Post(1, "finished", (2.0, 100.0)).kind
-    'finished'
-    """
-
-    number: int
-    """Counts from 1. Posts of one writer have the order in which it wrote them."""
-    kind: str
-    values: tuple[float, ...]
 
 
 def first_tag(space_id: int) -> int:

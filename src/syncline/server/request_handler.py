@@ -27,7 +27,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from syncline.errors import DivergedError, ProtocolError, SynclineError
 from syncline.runtime import Lock
 from syncline.server import protocol
 from syncline.server.factors import unpack_and_multiply
-from syncline.server.protocol import Post, ReplyHeader, RequestHeader, bytes_tensor, json_body
+from syncline.server.protocol import ReplyHeader, RequestHeader, bytes_tensor, json_body
 from syncline.server.rules.handlers import find_handler
 from syncline.server.shard import BUILTIN_HANDLERS, ParameterShard, Push
 from syncline.server.space import SpaceDescription, check_keys
@@ -52,8 +51,6 @@ MAX_SPACES = 64
 MAX_POOLED_BYTES = 64 << 20
 MAX_KEY_LISTS_BYTES = 64 << 20
 """Limit of the lists of keys that are remembered for one client."""
-MAX_POST_VALUES = 1024
-"""JSON writes a number in at most 25 bytes, and a reply is one message."""
 MAX_CLOCK = 1 << 48
 MAX_STATE_NAMES = 64
 LISTED = protocol.KEYS | protocol.CACHED
@@ -750,28 +747,6 @@ class ControlRequests:
             session.shard.leave(session.member)
         return {}
 
-    def post(self, session: ClientSession, request: dict[str, Any]) -> Any:
-        values = request["values"]
-        if not isinstance(values, list) or len(values) > MAX_POST_VALUES:
-            raise ProtocolError(f"a post has a list of at most {MAX_POST_VALUES} numbers, not {str(values)[:40]}")
-        posts = session.shard.posts
-        number = posts[-1].number + 1 if posts else 1
-        posts.append(Post(number, str(request["kind"])[:64], tuple(float(value) for value in values)))
-        return {"number": number}
-
-    def read_posts(self, session: ClientSession, request: dict[str, Any]) -> Any:
-        """As many posts as one message holds, the earliest first."""
-        since, stored = int(request["since"]), session.shard.posts
-        posts, bytes_left = [], protocol.MAX_INLINE_BYTES - 2
-        first = stored[0].number if stored else 1
-        for post in islice(stored, max(0, since + 1 - first), None):
-            fields = [post.number, post.kind, list(post.values)]
-            bytes_left -= len(json.dumps(fields)) + 2
-            if bytes_left < 0:
-                break
-            posts.append(fields)
-        return posts
-
     def number_handler(self, session: ClientSession, request: dict[str, Any]) -> Any:
         name = str(request["name"])[:256]
         if name not in self.handlers:
@@ -812,8 +787,6 @@ _ACTIONS: dict[str, Callable[[ControlRequests, ClientSession, dict[str, Any]], A
     "below": ControlRequests.report_group,
     "stop": ControlRequests.stop,
     "finish": ControlRequests.finish,
-    "post": ControlRequests.post,
-    "posts": ControlRequests.read_posts,
     "handler": ControlRequests.number_handler,
     "planes": ControlRequests.optimizer_state,
     "clocks": ControlRequests.set_clocks,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
-from syncline.server.protocol import Post
 from syncline.server.rules import HandlerRule, PieceOptimizer, Sgd, TorchRule, UpdateRule, build_rule
 from syncline.server.space import SpaceDescription
 
@@ -37,8 +35,6 @@ MIN_SHARD_BYTES = 1 << 16
 """A smaller shard counts as this many bytes in that limit."""
 BLOCK_ELEMENTS = 1 << 16
 """Elements that a rule updates at once, so that they stay in the cache."""
-MAX_POSTS = 4096
-"""Posts kept for each space; the oldest are dropped."""
 NO_CLOCK = 1 << 62
 """The slowest clock when no worker trains any more."""
 
@@ -154,8 +150,6 @@ class ParameterShard:
         self.group_steps: dict[str, list[int]] = {}
         """From sub-masters, for each of their workers: its steps, and how many of them were late."""
         self.late_steps: dict[int, int] = {}
-        self.posts: deque[Post] = deque(maxlen=MAX_POSTS)
-        """The latest posts. A gap in the numbers tells a reader that it has missed some."""
         self.version = 0
         """Counts how often the weights were replaced. Each time the clients' views become invalid."""
         self._logs_events = server == 0

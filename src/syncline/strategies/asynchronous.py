@@ -6,30 +6,53 @@ killed worker would break it. Workers wait for each other by posts on the contro
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from syncline.control import ControlBarrier, ControlChannel
 from syncline.strategies.base import StrategyRun, all_tensors
-from syncline.strategies.control import ControlBarrier, ControlChannel
+from syncline.transports import Transport
 from syncline.world import Group, barrier
 
 __all__ = ["AsynchronousRun"]
 
 
 class AsynchronousRun(StrategyRun):
-    """A subclass gives its control channel, whose `load_weights` reads the weights that all workers share."""
+    """A subclass calls `open_channel` in `setup`, with a function that reads the weights that all workers share."""
 
     loop_state: Mapping[str, Any] = {}
     """Plain values of the training loop on this worker, for checkpoints."""
     saving_team: Group | None = None
     """While a checkpoint is written: the workers that write it; else None."""
 
-    @abstractmethod
-    def control_channel(self) -> ControlChannel: ...
+    _channel: ControlChannel
+
+    def open_channel(
+        self,
+        load_weights: Callable[[nn.Module], None],
+        transport: Transport | None = None,
+        on_stop: Callable[[], None] = lambda: None,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open the control channel. Every worker calls it. `transport` has the store, by default the world's."""
+        world = self.world
+        store = world.control_store() if transport is None else transport.control_store()
+        self._channel = ControlChannel(
+            store,
+            world.runtime,
+            self.strategy.name,
+            world.size,
+            world.rank,
+            load_weights=load_weights,
+            on_stop=on_stop,
+            on_finish=on_finish,
+        )
+
+    def control_channel(self) -> ControlChannel:
+        return self._channel
 
     @cached_property
     def _barrier(self) -> ControlBarrier:
@@ -62,6 +85,10 @@ class AsynchronousRun(StrategyRun):
     def read_final(self) -> None:
         """Write the final weights into the model. Called when no worker takes steps any more."""
         self.control_channel().load_weights(self.model)
+
+    def detach(self) -> None:
+        super().detach()
+        self.control_channel().close()
 
     def close_at_exit(self) -> None:
         self.close()  # other workers may wait for this process

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.codecs import Codec, check_no_gradient_options
+from syncline.control import ControlChannel
 from syncline.data import MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.reduction import (
@@ -39,7 +40,6 @@ from syncline.reduction import (
     plain_name,
 )
 from syncline.specs import Spec
-from syncline.strategies.control import ControlChannel
 from syncline.strategies.model_watch import ModelWatch
 from syncline.strategies.run import Readers, Run, Shard, Steps
 from syncline.strategies.uneven import UnevenData

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from syncline.control import poll
 from syncline.errors import PeerLostError
 from syncline.server import Future
 from syncline.strategies.base import Preset, StrategyRun, check_counts, check_flags, check_number
-from syncline.strategies.control import poll
 from syncline.strategies.parameter_server import ParameterServerStrategy, ReplicaRun, ServerOptions
 from syncline.world.hooks import ModuleHook
 
@@ -175,8 +175,8 @@ class DownpourRun(ReplicaRun):
         before, since = -1, now()
         with self.timed_wait("worker 0 to warm up"):
             for _ in poll(self.world.runtime):
-                steps = channel.steps()[0]
-                ended = channel.stop_requested() or channel.has_finished(0)
+                steps = self.client.steps()[0] * self.options.stride
+                ended = channel.has_finished(0) or channel.stop_requested()
                 if steps >= self.strategy.warmup or ended or first in transport.lost():
                     break
                 if steps > before:

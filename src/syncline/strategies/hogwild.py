@@ -26,7 +26,6 @@ from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, check_same, plain_name
 from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import Preset, Strategy, StrategyRun, all_tensors, check_gradients
-from syncline.strategies.control import SharedMemoryChannel
 from syncline.world import barrier
 
 __all__ = ["Hogwild"]
@@ -60,7 +59,8 @@ class _HogwildRun(AsynchronousRun):
         self._buffer_places = _buffer_places(model)
         own = all_tensors(model)
         self._shared = _share(communicator, own)
-        words = communicator.group.transport.memory.shared(SharedMemoryChannel.words(communicator.size), torch.int64)
+        self._counts = communicator.group.transport.memory.shared(communicator.size, torch.int64).numpy()
+        """The steps of each worker, for the staleness. Each worker writes its own count."""
         if communicator.rank == 0:
             for name, tensor in own.items():
                 self._shared[name].copy_(tensor)
@@ -69,9 +69,7 @@ class _HogwildRun(AsynchronousRun):
         for name, parameter in model.named_parameters():
             parameter.data = self._shared[plain_name(name)]
         self._first = next(iter(model.named_parameters()))
-        self._channel = SharedMemoryChannel(
-            words, communicator.rank, communicator.size, communicator.world.runtime.lock(), self._load_weights
-        )
+        self.open_channel(self._load_weights)
         self._total: int | None = 0
         """Steps of all workers at the end of this worker's latest step."""
         self.hooks = [optimizer.register_step_post_hook(self._after_step)]
@@ -100,9 +98,6 @@ class _HogwildRun(AsynchronousRun):
                     f"hogwild shares the memory of the CPU, and {name} is on {device}: keep the model on the CPU, or "
                     "take another strategy"
                 )
-
-    def control_channel(self) -> SharedMemoryChannel:
-        return self._channel
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -141,7 +136,7 @@ class _HogwildRun(AsynchronousRun):
 
     def resume_steps(self) -> None:
         """Each worker continues from its own step count."""
-        self._channel.resume(self.stats.steps)
+        self._count_steps()
         self._total = None
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -160,11 +155,17 @@ class _HogwildRun(AsynchronousRun):
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_memory()
-        total = self._channel.count()
         self.stats.steps += 1
+        total = self._count_steps()
         self.stats.read_at(0 if self._total is None else max(0, total - self._total - 1))
         self._total = total
         self._publish_buffers()
+
+    def _count_steps(self) -> int:
+        """Publish this worker's step count. Returns the steps of all workers together."""
+        self._counts[self.communicator.rank] = self.stats.steps
+        self._channel.report_steps(self.stats.steps)
+        return int(self._counts.sum())
 
     def _publish_buffers(self) -> None:
         """The lowest rank that is not lost copies its buffers into the shared memory."""

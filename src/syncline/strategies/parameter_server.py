@@ -16,9 +16,10 @@ strategy decides how long a read waits for other workers.
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.codecs import Chooser, Codec
+from syncline.control import ControlChannel, poll
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.server import Client, Future, Post, ServerNetwork, open_space, server_network, watch_space
+from syncline.server import Client, Future, ServerNetwork, open_space, server_network, watch_space
 from syncline.server.filters import Cache, build_filter
 from syncline.server.protocol import MAX_INFLIGHT_REQUESTS
 from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule_of, torch_rule
@@ -37,11 +39,10 @@ from syncline.server.shard import NO_CLOCK
 from syncline.specs import parse
 from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import Strategy, StrategyRun, check_gradients, with_hint
-from syncline.strategies.control import ControlChannel, poll
 from syncline.strategies.gradient_pusher import GradientPusher, check_filters, group_bounds
 from syncline.strategies.key_map import KeyMap, read_optimizer, write_optimizer
 
-__all__ = ["ParameterServerRun", "ParameterServerStrategy", "ReplicaRun", "ServerChannel", "ServerOptions"]
+__all__ = ["ParameterServerRun", "ParameterServerStrategy", "ReplicaRun", "ServerOptions"]
 
 logger = logging.getLogger("syncline")
 
@@ -89,7 +90,7 @@ class ParameterServerStrategy(Strategy, ABC):
         return "server" if rule is None else f"server({rule})"
 
     def observe(self, model: nn.Module, network: ServerNetwork) -> ControlChannel | None:
-        return watch_channel(network, self.name, model, self.server_options().stride)
+        return watch_channel(network, self.name, model)
 
     def check_rule(self, rule: str | None, filters: str | None = None) -> None:
         """Raise a `SpecError` for a rule or filters that cannot be read."""
@@ -147,9 +148,12 @@ class ParameterServerRun(AsynchronousRun):
         self.pusher = GradientPusher(self.client, self.keys, model, self._filters, options.factors)
         self.pulls_with_push = self.pusher.plain and _fits_in_flight(self.client, self.keys)
         """Whether a step's pushes and pulls share their messages."""
-        if communicator.rank == 0:
-            _post_order(self.client, self.keys)
-        self._channel = ServerChannel(self.client, self.keys, stride=options.stride, before_finish=self.finish_pushing)
+        # The store of the servers' network: evaluators are members of it, and not of the world.
+        self.open_channel(
+            self._load_weights, server_network(self.world).transport, self.client.stop, self._finish_training
+        )
+        if communicator.rank == 0:  # for observers, which have the model and no optimizer
+            self._channel.set_value(ORDER_KEY, json.dumps(self.keys.order))
         self._optimizer_loaded = False
         """Whether a state was loaded into the optimizer since the latest step."""
         self.hooks += [
@@ -405,6 +409,7 @@ class ParameterServerRun(AsynchronousRun):
             self._hidden_gradients = None
         self.stats.steps += 1
         self.after_step()
+        self._channel.report_steps(self.client.clock * self.options.stride)
         if self.keys.buffers and self.stats.steps % PUSH_BUFFERS_EVERY_STEPS == 0:
             with self.explain_errors():
                 self.put_buffers()
@@ -442,8 +447,14 @@ class ParameterServerRun(AsynchronousRun):
 
     # The run.
 
-    def control_channel(self) -> ServerChannel:
-        return self._channel
+    def _load_weights(self, model: nn.Module) -> None:
+        with self.explain_errors():
+            self.keys.write(model, self.client.get())
+
+    def _finish_training(self) -> None:
+        self.finish_pushing()
+        with self.explain_errors():
+            self.client.finish_training()
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         self.weight = weight
@@ -452,19 +463,16 @@ class ParameterServerRun(AsynchronousRun):
         with self.explain_errors():
             self.finish_requests()
             self.put_buffers()
-            super().show_agreed()
-
-    def finish(self) -> None:
-        with self.explain_errors():
-            super().finish()
+        super().show_agreed()
 
     def read_final(self) -> None:
         """Read the weights, the buffers and the optimizer's state, when no worker pushes any more."""
         now, timeout_s = self.world.runtime.now, self.world.transport.timeout
         deadline = now() + timeout_s
         for _ in poll(self.world.runtime):
-            if self.client.applied():
-                break
+            with self.explain_errors():
+                if self.client.applied():
+                    break
             if now() > deadline:
                 raise PeerLostError(
                     f"rank {self.world.rank} has waited {timeout_s:g} s for the sub-masters to relay their last sums "
@@ -472,7 +480,8 @@ class ParameterServerRun(AsynchronousRun):
                     pending="the last sums",
                 )
         super().read_final()
-        self._read_server_state()
+        with self.explain_errors():
+            self._read_server_state()
 
     def close(self) -> None:
         if self._closed:
@@ -508,7 +517,13 @@ class ParameterServerRun(AsynchronousRun):
 
     def set_clocks(self, clocks: list[int]) -> None:
         """Set every worker's clock. Every worker calls it, without pending requests."""
-        set_clocks(self, self.client, clocks)
+        rank = self.communicator.rank
+        self.wait_for_all("set the clocks")
+        if rank == 0:
+            self.client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
+        self.client.clock = clocks[rank]
+        self._channel.report_steps(clocks[rank] * self.options.stride)
+        self.wait_for_all("go on from these clocks")
 
     def _read_server_state(self) -> dict[str, Tensor]:
         """The rules' state by name. It is also written into the optimizer."""
@@ -524,7 +539,7 @@ class ParameterServerRun(AsynchronousRun):
 
     def shared_state(self) -> dict[str, Any]:
         """What the servers hold: weights, the rules' state, and the clocks."""
-        clocks = saved_clocks(self, self.client)
+        clocks = saved_clocks(self, self.client.steps(), self.client.clock)
         return {
             "weights": self.keys.named(self.client.get()),
             "planes": {name: self.keys.named(row) for name, row in self._read_server_state().items()},
@@ -578,7 +593,7 @@ class ReplicaRun(ParameterServerRun):
         with self.timed_wait("the last push"):
             self.finish_requests()
         super().finish_pushing()
-        self._channel.report_steps(self.communicator.rank, self.stats.steps)
+        self._channel.report_steps(self.stats.steps)
 
     def shared_state(self) -> dict[str, Any]:
         """Read the servers when all pushes have arrived: a push in flight is in no worker's own state any more."""
@@ -587,20 +602,10 @@ class ReplicaRun(ParameterServerRun):
         return super().shared_state()
 
 
-def set_clocks(run: AsynchronousRun, client: Client, clocks: list[int]) -> None:
-    """Set every worker's clock at the servers. Every worker calls it, without pending requests."""
-    rank = run.communicator.rank
-    run.wait_for_all("set the clocks")
-    if rank == 0:
-        client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
-    run.wait_for_all("go on from these clocks")
-    client.clock = clocks[rank]
-
-
-def saved_clocks(run: AsynchronousRun, client: Client) -> list[int]:
+def saved_clocks(run: AsynchronousRun, clocks: Sequence[int], own: int) -> list[int]:
     """The workers' clocks for a checkpoint. A lost worker gets this worker's clock."""
     lost = run.world.lost
-    return [client.clock if rank in lost else clock for rank, clock in enumerate(client.steps())]
+    return [own if rank in lost else clock for rank, clock in enumerate(clocks)]
 
 
 def loaded_clocks(run: AsynchronousRun, saved: Sequence[int]) -> list[int]:
@@ -609,121 +614,41 @@ def loaded_clocks(run: AsynchronousRun, saved: Sequence[int]) -> list[int]:
     return clocks if len(clocks) == size else [max(clocks, default=0)] * size
 
 
-class ServerChannel:
-    """A control channel on server 0, beside the weights. Workers use it, and evaluators.
-
-    A tick of a worker's clock stands for `stride` steps, until the worker reports the exact number. `before_finish` is
-    called once, before the worker's clock is removed.
-    """
-
-    STEPS = "steps"
-    """The kind of a post with the exact number of steps of a finished worker: rank, steps."""
-
-    def __init__(
-        self, client: Client, keys: KeyMap, *, stride: int = 1, before_finish: Callable[[], None] | None = None
-    ) -> None:
-        self.client = client
-        self._keys = keys
-        self._stride = stride
-        self._before_finish = before_finish
-        self._finished = False
-        self._exact_steps: dict[int, int] = {}
-        self._read_until = 0
-
-    def steps(self) -> list[int]:
-        clocks = self.client.steps()
-        if self._stride == 1:
-            return clocks
-        self._read_exact_steps()
-        return [self._exact_steps.get(rank, clock * self._stride) for rank, clock in enumerate(clocks)]
-
-    def has_finished(self, rank: int) -> bool:
-        """Whether a worker takes no more steps. Only for runs in which a tick stands for several steps."""
-        self._read_exact_steps()
-        return rank in self._exact_steps
-
-    def load_weights(self, model: nn.Module) -> None:
-        self._keys.write(model, self.client.get((0, self._keys.numel)))
-
-    def stop_requested(self) -> bool:
-        return self.client.status.stop
-
-    def request_stop(self) -> None:
-        self.client.stop()
-
-    def post(self, kind: str, values: Sequence[float]) -> None:
-        self.client.post(kind, values)
-
-    def read_posts(self, since: int) -> list[Post]:
-        return self.client.read_posts(since)
-
-    def finish(self) -> None:
-        if self._finished:
-            return
-        self._finished = True
-        if self._before_finish is not None:
-            self._before_finish()
-        self.client.finish_training()
-
-    def report_steps(self, rank: int, steps: int) -> None:
-        """Publish the exact number of a worker's steps."""
-        self.client.post(self.STEPS, [rank, steps])
-
-    def close(self) -> None:
-        """Leave the servers; a worker's run does that itself."""
-        if self._before_finish is None:
-            self.client.close()
-
-    def _read_exact_steps(self) -> None:
-        if self.client.status.live == len(self.client.description.workers):
-            return  # no worker has finished
-        for post in self.client.read_posts(self._read_until):
-            self._read_until = max(self._read_until, post.number)
-            if post.kind == self.STEPS:
-                self._exact_steps[int(post.values[0])] = int(post.values[1])
+ORDER_KEY = "order"
+"""The key of the control channel with the order of the parameters."""
 
 
-ORDER_POST = "keys"
-"""The kind of posts that give the order of the parameters: their number, the place of the first one here, then places.
-"""
-MAX_PLACES_PER_POST = 500
-
-
-def _post_order(client: Client, keys: KeyMap) -> None:
-    """Publish the order of the parameters for observers, which have the model and no optimizer."""
-    for first in range(0, len(keys.order), MAX_PLACES_PER_POST):
-        client.post(ORDER_POST, [len(keys.order), first, *keys.order[first : first + MAX_PLACES_PER_POST]])
-
-
-def watch_channel(network: ServerNetwork, name: str, model: nn.Module, stride: int = 1) -> ServerChannel:
+def watch_channel(network: ServerNetwork, name: str, model: nn.Module) -> ControlChannel:
     """The channel of the first run of that name, for an observer. It waits until the workers have begun."""
-    client = watch_space(network, name, 1)
-    now, timeout_s = network.transport.runtime.now, network.transport.timeout
-    begin, since, count = now(), 0, -1
-    order: dict[int, int] = {}
-    for _ in poll(network.transport.runtime):
-        for post in client.read_posts(since):
-            since = max(since, post.number)
-            if post.kind == ORDER_POST:
-                count, first = int(post.values[0]), int(post.values[1])
-                order |= {first + at: int(place) for at, place in enumerate(post.values[2:])}
-        if len(order) == count:
+    client, transport = watch_space(network, name, 1), network.transport
+    channel = ControlChannel(
+        transport.control_store(),
+        transport.runtime,
+        name,
+        len(network.workers),
+        on_stop=client.stop,
+        on_close=client.close,
+    )
+    begin = transport.runtime.now()
+    for _ in poll(transport.runtime):
+        if (order := channel.value(ORDER_KEY)) is not None:
+            keys = KeyMap.in_order(model, json.loads(order))
             break
-        waited = now() - begin
-        if waited > timeout_s:
+        waited = transport.runtime.now() - begin
+        if waited > transport.timeout:
             raise PeerLostError(
                 f"member {network.me} has waited {waited:.0f} s for worker 0 to publish the order of the parameters",
                 peer=0,
-                pending=f"the post {ORDER_POST!r}",
+                pending="the order of the parameters",
                 seconds=waited,
             )
-    keys = KeyMap.in_order(model, [order[at] for at in range(count)])
     if keys.numel != client.numel:
         raise IncompatibleError(
             f"the servers hold {client.numel} keys, and this model has {keys.numel}: build the same model here as on "
             "the workers"
         )
-    return ServerChannel(client, keys, stride=stride)
+    channel.load_weights = lambda model: keys.write(model, client.get())
+    return channel
 
 
 def _check_codec(codec: Codec | None) -> None:

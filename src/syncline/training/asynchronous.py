@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
+from syncline.control import poll
 from syncline.errors import DivergedError, PeerLostError
 from syncline.runtime import Task
 from syncline.strategies import AsynchronousRun
@@ -39,8 +40,6 @@ EVALUATORS = "SYNCLINE_EVALUATORS"
 """The environment variable with the number of evaluators that the launcher has started."""
 EVALUATOR = "evaluator"
 """The launcher's name for the process that evaluates."""
-MIN_POLL_S, MAX_POLL_S = 1e-3, 0.2
-"""Interval between two reads of the channel by a waiting worker: at first, and at most."""
 CHECK_EVERY_S = 0.2
 """Interval between two checks of a working worker: the loss, the evaluator's posts, the evaluator itself."""
 
@@ -228,11 +227,11 @@ class AsynchronousPolicy(SyncPolicy):
     def _wait(self, what: str, done: Callable[[], bool]) -> None:
         """Read the channel until `done`. A step or post of any worker restarts the timeout."""
         now, timeout = self.trainer.now, self.world.transport.timeout
-        interval, since, before = MIN_POLL_S, now(), (self.control.since, self.channel.steps())
-        while not done():
-            self.world.runtime.sleep(interval)
-            interval = min(1.5 * interval, MAX_POLL_S)
+        since, before = now(), (self.control.since, self.channel.steps())
+        for _ in poll(self.world.runtime):
             self._read_posts()
+            if done():
+                return
             if self.trainer.total:  # the run has started
                 self._replace_evaluator()
             progress = (self.control.since, self.channel.steps())

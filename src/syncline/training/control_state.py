@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from syncline.strategies.control import ControlChannel
+from syncline.control import ControlChannel
 from syncline.training.run_state import StopReason
 
 __all__ = ["REASONS", "ControlState", "EvaluationPost", "RoundCounter", "post_staleness"]

@@ -19,11 +19,11 @@ from typing import cast
 from torch import nn
 from torch.utils.data import Dataset
 
+from syncline.control import ControlChannel
 from syncline.errors import IncompatibleError, PeerLostError
 from syncline.runtime import Runtime
 from syncline.server.network import read_roles, server_network
 from syncline.strategies import Strategy
-from syncline.strategies.control import ControlChannel
 from syncline.training.control_state import ControlState, EvaluationPost, RoundCounter
 from syncline.training.run_state import LoopState
 from syncline.training.settings import Settings

@@ -25,6 +25,7 @@ from torch import Tensor
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.runtime import Runtime
 from syncline.transports.key_value_store import KeyValueStore
+from syncline.transports.memory_store import MemoryStore
 from syncline.transports.network import Network
 from syncline.transports.shared_memory import share_memory
 
@@ -264,6 +265,7 @@ class Transport(ABC):
         self.members = tuple(range(size)) if members is None else members
         """The world rank of each rank of this channel. Messages to users name these."""
         self._job_channel: Transport | None = None
+        self._own_store: MemoryStore | None = None
 
     # What an author writes.
 
@@ -355,6 +357,18 @@ class Transport(ABC):
     def add_roles(self, job_channel: Transport, roles: tuple[str, ...]) -> None:
         """Make the processes beside the ranks known: their channel, which includes the ranks, and their roles."""
         self._job_channel, self.extra_roles = job_channel, roles
+
+    def control_store(self) -> KeyValueStore:
+        """The key-value store of all processes of the job, for control channels. A world of one has it in memory."""
+        if self.size > 1:
+            raise UnsupportedError(
+                f"{self.name} has no key-value store for its {self.size} ranks, and the workers of an asynchronous "
+                "strategy inform each other there: override control_store() in the transport, or take a synchronous "
+                "strategy such as allreduce"
+            )
+        if self._own_store is None:
+            self._own_store = MemoryStore()
+        return self._own_store
 
     def gone_reason(self, rank: int) -> str:
         """Why a rank of this channel sends nothing more: it is lost or has left. Empty while it is present."""

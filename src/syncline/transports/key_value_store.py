@@ -49,7 +49,7 @@ def program_name() -> str:
 
 
 class KeyValueStore(Protocol):
-    """The methods of a store that `Liveness` uses. Calls that fail raise a `RuntimeError`."""
+    """A store of short texts that several processes share. Calls that fail raise a `RuntimeError`."""
 
     def set(self, key: str, value: str) -> None: ...
 

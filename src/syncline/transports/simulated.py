@@ -437,6 +437,9 @@ class SimulatedTransport(Transport):
             seconds=seconds,
         )
 
+    def control_store(self) -> MemoryStore:
+        return MemoryStore(self.network.control_values, lambda: self.runtime.sleep(STORE_LATENCY_S))
+
     def lost(self) -> dict[int, str]:
         return {rank: self.network.end_of(rank) for rank in self.members if self.network.broken(rank)}
 

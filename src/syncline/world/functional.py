@@ -180,7 +180,7 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
         else:
             channel.broadcast(comm.channel, flat, present, schedule or build("broadcast", NATIVE))
         if comm.world.elastic is not None:  # no rank completes it before all have the value
-            _meet(comm)
+            _barrier(comm)
         return back(copy)
 
     return _run_counted(comm, "broadcast", flat, describe, work, async_)
@@ -344,12 +344,12 @@ def barrier(group: Group | None = None) -> None:
 
     def work() -> None:
         compare_calls(comm, "barrier()")
-        _meet(comm)
+        _barrier(comm)
 
     _call(comm, "barrier()", work, async_=False)
 
 
-def _meet(group: Group) -> None:
+def _barrier(group: Group) -> None:
     native = group.transport.native
     if native.available:
         native.barrier().wait()

@@ -24,6 +24,7 @@ from syncline.runtime import Runtime
 from syncline.specs import nearest
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S, check_ranks
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.world.elastic import Elastic, ElasticLimits, TeamListener, check_elastic_engine, read_elastic
 from syncline.world.group import Group
 
@@ -149,6 +150,10 @@ class World:
         """The channel of all processes of the job: the ranks first, then servers and evaluators where there are any."""
         return self.transport.job_channel
 
+    def control_store(self) -> KeyValueStore:
+        """The key-value store of all processes of the job: the launcher's, rank 0's, or one in memory."""
+        return self.transport.control_store()
+
     @property
     def wide(self) -> Transport | None:
         """Deprecated: use `job_channel`."""
@@ -246,7 +251,7 @@ class World:
 
     def rebind(self, transport: Transport, members: Sequence[int]) -> None:
         """Continue with another team on this channel. Groups of the runs are rebound by their communicators."""
-        _, hosts, lanes = _meet_team(transport, members, self.environment, self.check)
+        _, hosts, lanes = _join_team(transport, members, self.environment, self.check)
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.rank, self.size = transport.rank, transport.size
         self.hosts = tuple(hosts)
@@ -494,7 +499,7 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
     return world
 
 
-def _meet_team(
+def _join_team(
     transport: Transport, members: Sequence[int], environment: Environment, check: bool
 ) -> tuple[Environment, list[str], int]:
     """This process's environment in a new team, the hosts of its members, and the number of lanes."""
@@ -517,7 +522,7 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:
             transport = elastic.start()
-            place, hosts, lanes = _meet_team(transport, elastic.team.members, environment, check)
+            place, hosts, lanes = _join_team(transport, elastic.team.members, environment, check)
             world = World(place, transport, hosts, check, lanes)
             world.local_size = hosts.count(environment.host)
     except BaseException:

@@ -43,7 +43,7 @@ def pairs(world: sl.World) -> dict[str, Any]:
     world.barrier()
     for _ in range(30):
         take_step(model, optimizer)
-    run.control_channel().settle()  # a step's count may be on its way when the step is over
+    run.control_channel().finish()  # a step's count may be on its way when the step is over
     world.barrier()
     last = run.peers.weights.tolist()
     steps = run.control_channel().steps()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.strategies.gossip.cases import distance, expected, start
 from tests.strategies.gossip.process_cases import STEPS, mix_on
 
 WORKERS = 4
+PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+"""The processes import the tests too."""
 
 
 def check_mix(found: list[list[list[float]]], form: str, codec: str | None) -> None:
@@ -76,7 +79,7 @@ with sl.init() as world:
 
 @only_hunting
 def test_three_processes_average_in_pairs_on_gloo(runs: Runs) -> None:
-    runs.run("run", "-n", "3", runs.script(PAIRS), variables={"PYTHONPATH": str(ROOT)})
+    runs.run("run", "-n", "3", runs.script(PAIRS), variables=PATHS)
     check_pairs([json.loads(runs.read(f"told{rank}")) for rank in range(3)])
     wait_for(lambda: not runs.processes(), "no process is left")
 
@@ -94,7 +97,7 @@ with sl.init() as world:
         if rank == 1 and step == 5:
             post("waits")
             until("go on")  # its step takes as long as the test likes
-        if rank == 3 and step == 5:
+        if rank == 0 and step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), x @ truth).backward()
@@ -106,16 +109,14 @@ with sl.init() as world:
 
 
 def test_processes_continue_with_a_slow_and_a_killed_one(runs: Runs) -> None:
-    run = runs.start(
-        "run", "-n", "4", "--on-failure", "continue", runs.script(UNEVEN), variables={"PYTHONPATH": str(ROOT)}
-    )
+    run = runs.start("run", "-n", "4", "--on-failure", "continue", runs.script(UNEVEN), variables=PATHS)
     runs.read("waits")
-    wait_for(lambda: "SIGKILL" in run.all_err or run.process.exitcode is not None, "rank 3 is killed")
-    steps = [json.loads(runs.read(f"steps{rank}")) for rank in (0, 2)]
+    wait_for(lambda: "SIGKILL" in run.all_err or run.process.exitcode is not None, "rank 0 is killed")
+    steps = [json.loads(runs.read(f"steps{rank}")) for rank in (2, 3)]
     assert all(each[1] <= 6 for each in steps), "worker 1 has stood still all the while"
-    assert steps[0][0] == steps[1][2] == 300
+    assert steps[0][2] == steps[1][3] == 300
     runs.post("go on")
-    ends = [runs.read(f"end{rank}") for rank in range(3)]
+    ends = [runs.read(f"end{rank}") for rank in (1, 2, 3)]
     run.finish()
     assert ends[0] == ends[1] == ends[2]
     assert float(ends[0]) < 0.01

@@ -27,7 +27,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,13 +40,12 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
 from syncline.reduction import Stats
 from syncline.runtime import Task
-from syncline.server import Client, Future, open_space, server_network
+from syncline.server import server_network
 from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import check_gradients, trained
 from syncline.strategies.gossip.graphs import build_graph
-from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
-from syncline.strategies.parameter_server import ServerChannel, loaded_clocks, saved_clocks, set_clocks
+from syncline.strategies.parameter_server import loaded_clocks, saved_clocks
 from syncline.transports import Handle, Transport
 from syncline.wire import WireHeader
 from syncline.world import World
@@ -56,7 +54,7 @@ from syncline.world.hooks import ModuleHook
 if TYPE_CHECKING:
     from syncline.strategies.gossip import Gossip
 
-__all__ = ["PairMessage", "PairwiseChannel", "PairwisePeers", "PairwiseRun", "comes_before", "mean_of"]
+__all__ = ["PairMessage", "PairwisePeers", "PairwiseRun", "comes_before", "mean_of"]
 
 logger = logging.getLogger("syncline")
 
@@ -70,8 +68,6 @@ REQUEST_TAG = 1
 REPLY_TAGS = {AVERAGE: 2, READ: 3}
 """Two tags, because two tasks may send different requests to one worker at once."""
 
-MAX_UNCONFIRMED_STEPS = 8
-"""Steps that a worker may be ahead of what server 0 has confirmed."""
 TORCH_TRANSPORT = "torch.distributed"
 
 
@@ -344,31 +340,6 @@ class _PendingReply:
         return reply
 
 
-class PairwiseChannel(ServerChannel):
-    """The control channel on server 0, in a space of one key. The weights come from the workers themselves."""
-
-    def __init__(self, client: Client, load_weights: Callable[[nn.Module], None]) -> None:
-        super().__init__(client, KeyMap((), ()), before_finish=self.settle)
-        self._load_weights = load_weights
-        self._zero = torch.zeros(1, dtype=torch.float32)
-        self._unconfirmed: deque[Future] = deque()
-
-    def tick(self) -> None:
-        """Count a step of this worker. The reply, which tells of a request to stop, is not waited for."""
-        pending = self._unconfirmed
-        while pending and (pending[0].done() or len(pending) >= MAX_UNCONFIRMED_STEPS):
-            pending.popleft().wait()
-        pending.append(self.client.push((0, 1), self._zero, tick=True))
-
-    def settle(self) -> None:
-        """Wait until server 0 has counted all steps."""
-        while self._unconfirmed:
-            self._unconfirmed.popleft().wait()
-
-    def load_weights(self, model: nn.Module) -> None:
-        self._load_weights(model)
-
-
 class PairwiseRun(AsynchronousRun):
     """One worker. Its real weights are `peers.weights`; the model holds a snapshot of them."""
 
@@ -400,19 +371,12 @@ class PairwiseRun(AsynchronousRun):
         if self.communicator.size > 1:
             self.peers = PairwisePeers(_channel(world), state, self.snapshot.numel(), self.stats)
         self._now = torch.empty_like(self.snapshot)
-        network = server_network(world)
-        client = open_space(
-            world, self.strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
-        )
-        self._channel = PairwiseChannel(client, self._load_weights)
+        self.open_channel(self._load_weights)
         self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             model.register_forward_pre_hook(ModuleHook(self._forward)),
         ]
-
-    def control_channel(self) -> PairwiseChannel:
-        return self._channel
 
     @property
     def config(self) -> dict[str, Any]:
@@ -439,7 +403,7 @@ class PairwiseRun(AsynchronousRun):
         self._end_average()
         self.stats.steps += 1
         self.absorb()
-        self._channel.tick()
+        self._channel.report_steps(self.stats.steps)
 
     def _begin_average(self) -> None:
         if self.peers is not None and (self.stats.steps + 1) % self.strategy.period == 0:
@@ -571,12 +535,6 @@ class PairwiseRun(AsynchronousRun):
         if self.peers is not None:
             self._write(self.model, list(self.peers.read_final(self._channel.steps).values()))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        super().close()
-        self._channel.client.close()
-
     def detach(self) -> None:
         super().detach()
         if self.peers is not None:
@@ -591,7 +549,7 @@ class PairwiseRun(AsynchronousRun):
         self.wait_for_all("save their weights")
         if self.peers is not None:
             self._saved_weights = self.peers.weights.clone()
-        clocks = saved_clocks(self, self._channel.client)
+        clocks = saved_clocks(self, self._channel.steps(), self.stats.steps)
         self.wait_for_all("go on from a checkpoint")
         return {"clocks": clocks, "workers": self.communicator.size}
 
@@ -612,12 +570,12 @@ class PairwiseRun(AsynchronousRun):
         self._start_from_model()
 
     def resume_steps(self) -> None:
-        self._set_clocks([self.stats.steps] * self.communicator.size)
+        self._channel.report_steps(self.stats.steps)
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._end_average()
         self._same_size = int(state["workers"]) == self.communicator.size
-        self._set_clocks(loaded_clocks(self, state["clocks"]))
+        self._channel.report_steps(loaded_clocks(self, state["clocks"])[self.communicator.rank])
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if states:
@@ -639,10 +597,6 @@ class PairwiseRun(AsynchronousRun):
                 self.snapshot.copy_(peers.weights)
                 self._changes_at_snapshot = peers.changes
             self.wait_for_all("begin with their weights")
-
-    def _set_clocks(self, clocks: list[int]) -> None:
-        self._channel.settle()
-        set_clocks(self, self._channel.client, clocks)
 
 
 def mean_of(rows: Sequence[Tensor]) -> Tensor:

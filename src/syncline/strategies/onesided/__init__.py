@@ -12,6 +12,7 @@ Keuper, Pfreundt: Asynchronous Parallel Stochastic Gradient Descent (2015).
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import random
 import warnings
@@ -35,13 +36,17 @@ from syncline.strategies.base import (
     check_number,
     trained,
 )
-from syncline.strategies.control import READ_TIMEOUT_S, WindowChannel
 from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
 from syncline.strategies.onesided.mailslots import HEADER_BYTES, Mailslots, on_same_host
 from syncline.strategies.onesided.update import Array, step
 
 __all__ = ["OneSided", "OneSidedRun"]
+
+logger = logging.getLogger("syncline")
+
+READ_TIMEOUT_S = 5.0
+"""Timeout of a read of another worker's weights. After it, the mean does not count them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,7 +111,7 @@ class OneSidedRun(AsynchronousRun):
             world.transport, self.keys.trained, np.float32, strategy.buffers, same_host=on_same_host(world)
         )
         self._window = world.transport.memory.window(self.keys.numel, torch.float32)
-        self._channel = WindowChannel(world, self._load_weights)
+        self.open_channel(self._load_weights)
         self._before: Tensor | None = None
         """The weights before the step."""
         self.accepted = self.rejected = 0
@@ -120,9 +125,6 @@ class OneSidedRun(AsynchronousRun):
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-
-    def control_channel(self) -> WindowChannel:
-        return self._channel
 
     # Steps.
 
@@ -138,7 +140,7 @@ class OneSidedRun(AsynchronousRun):
             self._blend(self._before.numpy())
         self._before = None
         self._publish()
-        self._channel.count()
+        self._channel.report_steps(self.stats.steps)
         if self.communicator.size > 1 and self.stats.steps % self.strategy.every == 0:
             self._send()
 
@@ -188,7 +190,7 @@ class OneSidedRun(AsynchronousRun):
     def _load_weights(self, model: nn.Module) -> None:
         """Fill a model with the mean of the windows of all workers that are not lost."""
         rows = []
-        for rank in sorted([self.communicator.rank, *self._channel.others()]):
+        for rank in sorted(set(range(self.world.size)) - self.world.lost.keys() | {self.communicator.rank}):
             row = torch.empty(self.keys.numel, dtype=torch.float32)
             try:
                 self._window.get(row, rank).wait(READ_TIMEOUT_S if rank != self.communicator.rank else None)
@@ -211,7 +213,10 @@ class OneSidedRun(AsynchronousRun):
 
     def read_final(self) -> None:
         super().read_final()
-        self._channel.announce_done()
+        try:
+            self.wait_for_all("read the final weights")  # from this worker's memory
+        except PeerLostError as error:
+            logger.warning("rank %d leaves while others may still read its weights: %s", self.world.rank, error)
 
     def close(self) -> None:
         if self._closed:
@@ -219,7 +224,6 @@ class OneSidedRun(AsynchronousRun):
         super().close()
         if not self.world.lost:  # all workers free a window together
             self.slots.close()
-            self._channel.release()
             self._window.close()
 
     # State.
@@ -237,7 +241,7 @@ class OneSidedRun(AsynchronousRun):
 
     def resume_steps(self) -> None:
         self._base = self.stats.steps
-        self._channel.resume(self.stats.steps)
+        self._channel.report_steps(self.stats.steps)
 
     def shared_state(self) -> dict[str, Any]:
         return {"workers": self.communicator.size}

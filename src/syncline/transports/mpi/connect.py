@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import logging
 import math
 import os
+import socket
 import sys
 import warnings
 from types import ModuleType
 from typing import Any, cast
 
-from syncline.environment import Environment
+from syncline.environment import Environment, Rendezvous
 from syncline.environment.base import Variables
 from syncline.errors import UnsupportedError, WorldError
 from syncline.runtime import RealRuntime
+from syncline.transports.key_value_store import listening_address, open_store
 from syncline.transports.mpi.engine import MAX_SLEEP_S, WARN_AFTER_S, MpiProcess, abort_job, warn_long_wait
 from syncline.transports.mpi.transport import MpiTransport
 
 __all__ = ["check_world", "connect", "load"]
 
+logger = logging.getLogger("syncline")
+
 INSTALL_HINT = "pip install 'syncline[mpi]' brings mpi4py with MPICH"
 OPEN_MPI_LIBRARIES = frozenset({"Open MPI", "Spectrum MPI"})
 HYDRA_LIBRARIES = frozenset({"MPICH", "Intel MPI", "MVAPICH", "MVAPICH2"})
 """Libraries by the protocol of their mpiexec. Each family works only with its own mpiexec."""
+ADDRESS_BYTES = 256
+"""Length of a host name, or of an address and a port, that the ranks send to each other."""
 
 
 def load(environment: Environment) -> ModuleType:
@@ -139,6 +146,8 @@ def _join(environment: Environment, timeout: float) -> MpiTransport:
     private = _duplicate(mpi, mpi.COMM_WORLD, timeout)
     private.Set_errhandler(mpi.ERRORS_RETURN)
     engine = MpiProcess(mpi, private, timeout, _neighbours(mpi, private))
+    if private.Get_size() > 1:
+        engine.store_place = _serve_store(mpi, engine, environment)
     return MpiTransport(engine, _duplicate(mpi, private, timeout), tuple(range(private.Get_size())))
 
 
@@ -171,3 +180,28 @@ def _neighbours(mpi: ModuleType, comm: Any) -> frozenset[int]:
     for each in (near, everyone, here):
         each.Free()
     return frozenset(int(rank) for rank in ranks)
+
+
+def _serve_store(mpi: ModuleType, engine: MpiProcess, environment: Environment) -> Rendezvous | None:
+    """Let rank 0 serve a key-value store at a free port, and tell all ranks the address. None: it has no address.
+
+    mpiexec serves no store, and names no address that other hosts reach. So rank 0 takes its address towards the host
+    of a rank that does not share its memory.
+    """
+    comm, size = engine.comm, engine.comm.Get_size()
+    names = bytearray(size * ADDRESS_BYTES)
+    comm.Allgather([socket.gethostname().encode()[:ADDRESS_BYTES].ljust(ADDRESS_BYTES), mpi.BYTE], [names, mpi.BYTE])
+    text = bytearray(ADDRESS_BYTES)
+    if comm.Get_rank() == 0:
+        far = [rank for rank in range(size) if rank not in engine.neighbours]
+        named = environment.rendezvous.address if environment.rendezvous is not None else ""
+        other = names[far[0] * ADDRESS_BYTES :][:ADDRESS_BYTES].decode().strip() if far else ""
+        try:
+            address = named or listening_address(other, one_host=not far)
+            port = open_store(environment, Rendezvous(address, 0), engine.timeout).port
+            text[:] = f"{address} {port}".encode().ljust(ADDRESS_BYTES)
+        except WorldError as error:
+            logger.debug("no key-value store on MPI: %s", error)
+    comm.Bcast([text, mpi.BYTE], 0)
+    found = text.strip(b"\0 ").decode().split()
+    return Rendezvous(found[0], int(found[1]), hosted=True) if found else None

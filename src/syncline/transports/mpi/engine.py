@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from syncline.environment import Environment, Rendezvous
+from syncline.errors import WorldError
 from syncline.runtime import RealRuntime, Runtime, Task
 from syncline.transports.base import DEFAULT_TIMEOUT_S, LANE_TAGS
+from syncline.transports.key_value_store import BoundedStore, KeyValueStore, open_store
 
 if TYPE_CHECKING:
     from syncline.transports.mpi.transport import MpiTransport
@@ -93,7 +96,22 @@ class MpiProcess:
         self._everyone: Any = None
         self._watch: Task | None = None
         self._leaving = False
+        self.store_place: Rendezvous | None = None
+        """Where rank 0 serves the key-value store of the job; None if other hosts cannot reach it."""
+        self._store: KeyValueStore | None = None
         atexit.register(self.finish_at_exit)
+
+    def control_store(self) -> KeyValueStore:
+        """The key-value store of the job. The first call connects to it."""
+        if self._store is None:
+            if self.store_place is None:
+                raise WorldError(
+                    f"rank 0 has no address for a key-value store that all {self.comm.Get_size()} ranks reach, and the "
+                    "workers of an asynchronous strategy inform each other there: set MASTER_ADDR to the first host"
+                )
+            here = Environment(source="MPI", rank=self.comm.Get_rank(), size=self.comm.Get_size())
+            self._store = BoundedStore(open_store(here, self.store_place, self.timeout), self.runtime)
+        return self._store
 
     # Waiting.
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes, mismatch_hint
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.messages import MAX_UNRECEIVED_BYTES, CompletedHandle, describe_recv, peer_lost_error, tag_name
 from syncline.transports.mpi.engine import (
     JOIN_TIMEOUT_S,
@@ -302,6 +303,9 @@ class MpiTransport(Transport):
         """Remove a window that was closed."""
         if window in self._windows:
             self._windows.remove(window)
+
+    def control_store(self) -> KeyValueStore:
+        return super().control_store() if self.size == 1 else self.engine.control_store()
 
     # Failures and the end.
 

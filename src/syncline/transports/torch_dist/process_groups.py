@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from syncline.environment import Environment
 from syncline.errors import UnsupportedError, WorldError
-from syncline.transports.key_value_store import find_rendezvous, first_line, open_store
+from syncline.transports.key_value_store import KeyValueStore, find_rendezvous, first_line, open_store
 from syncline.transports.liveness import Liveness
 
 __all__ = ["ChannelGroups", "DefaultGroup", "ProcessGroupFactory", "has_default_group"]
@@ -68,9 +68,10 @@ class ProcessGroupFactory:
         liveness: Liveness,
         timeout: float,
         address: str,
-        on_close: Callable[[], None] | None = None,
+        control_store: KeyValueStore,
     ) -> None:
-        self._on_close = on_close
+        self.control_store = control_store
+        """The store of the world's control channels. Closed with the factory."""
         self.store = store
         self.liveness = liveness
         self.timeout = timeout
@@ -146,8 +147,7 @@ class ProcessGroupFactory:
         for groups in list(self._groups):
             self.release(groups)
         self._devices.clear()
-        if self._on_close is not None:
-            self._on_close()
+        self.control_store.close()
 
 
 def _refusal(rank: int, members: int) -> str:

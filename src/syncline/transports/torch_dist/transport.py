@@ -426,6 +426,9 @@ class TorchTransport(Transport):
         with self._lock:
             self._unbounded_waits -= 1
 
+    def control_store(self) -> KeyValueStore:
+        return self.factory.control_store
+
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
 
@@ -586,7 +589,8 @@ def _make_factory(
         elastic=member is not None,
     )
     address = listening_address(rendezvous.address, environment.on_one_host)
-    factory = ProcessGroupFactory(PrefixStore(name, store), liveness, timeout, address, bounded_store.close)
+    control_store = bounded_store.prefixed(f"{name}/control")
+    factory = ProcessGroupFactory(PrefixStore(name, store), liveness, timeout, address, control_store)
     return factory, bounded_store
 
 

@@ -139,7 +139,9 @@ def _node(
     # If a launcher watches the processes, its decision comes first: it sees more than missing messages.
     launched = bool(program_name())
     silence_s = (LAUNCHER_TIMEOUT_FACTOR if launched else 1) * lost_after()
-    return Node(runtime, membership, key, address, make_liveness, silence_s, launched)
+    return Node(
+        runtime, membership, key, address, make_liveness, ours.prefixed(f"{world}/control"), silence_s, launched
+    )
 
 
 def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float) -> None:

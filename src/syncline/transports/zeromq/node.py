@@ -24,6 +24,7 @@ from syncline.environment.base import package_version
 from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.runtime import Event, Runtime, caller
 from syncline.transports.base import format_bytes
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.liveness import Liveness
 from syncline.transports.messages import (
     HEADER_BYTES,
@@ -280,11 +281,14 @@ class Node:
         key: str | None,
         address: str,
         make_liveness: Callable[[int], Liveness],
+        control_store: KeyValueStore,
         lost_after_s: float = math.inf,
         launched: bool = False,
     ) -> None:
         self.runtime = runtime
         self.membership = membership
+        self.control_store = control_store
+        """The store of the world's control channels. It lives as long as the membership log."""
         self.lost_after_s = lost_after_s
         """Seconds without a frame after which a peer counts as lost though its connection is open."""
         self.launched = launched

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
 from syncline.transports.base import BytesHandle, Handle, RequestListener, Transport, as_bytes, format_bytes
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.liveness import Liveness, LivenessMonitor, LossReason
 from syncline.transports.messages import ArrivedMessage, CompletedHandle, Mailbox, PostedReceive, tag_name
 from syncline.transports.zeromq.connection import OutgoingMessage, PeerConnection, TooManyOffersError
@@ -145,6 +146,9 @@ class ZmqTransport(Transport):
         chosen = tuple(self.members[rank] for rank in members)
         name = f"{self._channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
         return ZmqTransport(self.node, chosen, self.timeout, name)
+
+    def control_store(self) -> KeyValueStore:
+        return self.node.control_store
 
     def lost(self) -> dict[int, str]:
         membership = self.node.membership

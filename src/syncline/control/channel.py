@@ -1,0 +1,386 @@
+"""The control channel of an asynchronous run: step counts, a request to stop, and small messages.
+
+```text
+worker 0 ──┐  report_steps()  stop_requested()         ┌── evaluator
+worker 1 ──┼──────────►  key-value store  ◄────────────┤   load_weights(), post("evaluation", …), request_stop()
+worker 2 ──┘  post("finished", …)  finish()            └── no call waits for a worker
+```
+
+The store is the launcher's, so that the channel survives the loss of any worker. Without such a launcher rank 0 serves
+it. Simulated ranks have one in memory. Its keys::
+
+    control/ssp/1/steps/0     412                       the steps of worker 0
+    control/ssp/1/log/17      {"kind": "post", …}       a post, or the request to stop: entries that all see alike
+
+The calls that a worker makes after every step send nothing. They wake a task that writes the step count and reads the
+new entries. During a long step the task reads at intervals.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+from torch import nn
+
+from syncline.control.log import ControlLog
+from syncline.errors import IncompatibleError, PeerLostError, SpecError, SynclineError
+from syncline.runtime import Event, Runtime, Task
+from syncline.transports import Transport
+from syncline.transports.key_value_store import KeyValueStore
+
+__all__ = ["ControlBarrier", "ControlChannel", "Post", "poll"]
+
+logger = logging.getLogger("syncline")
+
+REFRESH_EVERY_S = 0.02
+"""Shortest interval between two refreshes of a worker that takes steps."""
+IDLE_SECONDS = (0.05, 5.0)
+"""The interval between two refreshes during a step: the first, and the largest."""
+MAX_IDLE_S = 3600.0
+"""After so many seconds without a step the worker refreshes nothing until its next step."""
+POLL_SECONDS = (1e-3, 0.25)
+"""The interval between two reads of the channel: the first, and the largest."""
+CHECK_LEFT_EVERY_S = 1.0
+"""Interval between two checks for workers that have left. On some transports a check asks the launcher's store."""
+MAX_POSTS = 4096
+"""Entries that the store keeps, and a process. A task that reads later misses older ones."""
+MAX_POST_VALUES = 24
+MAX_KIND_BYTES = 32
+POST, STOP, FINISHED = "post", "stop", "finished"
+"""Kinds of entries in the log."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """Numbers that a member has published, numbered in the order of all posts from 1 on. Numbers may be left out.
+
+    >>> Post(1, "finished", (2.0, 100.0)).kind
+    'finished'
+    """
+
+    number: int
+    kind: str
+    values: tuple[float, ...]
+
+
+class ControlChannel:
+    """How the workers of an asynchronous run, and an evaluator, inform each other.
+
+    `name` is the strategy's. Every worker opens its channels of one name in the same order. `rank` is None for an
+    observer, which joins the first channel of that name. The methods may be called from any task of the process, also
+    during a step. If the store does not answer they raise a `PeerLostError`.
+
+    >>> from syncline.control import MemoryStore
+    >>> from syncline.runtime import RealRuntime
+    >>> store, runtime = MemoryStore(), RealRuntime()
+    >>> worker, observer = (ControlChannel(store, runtime, "ssp", workers=1, rank=rank) for rank in (0, None))
+    >>> worker.post("finished", [0, 100])
+    >>> observer.read_posts(since=0)
+    [Post(number=1, kind='finished', values=(0.0, 100.0))]
+    >>> worker.close()
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        runtime: Runtime,
+        name: str,
+        workers: int,
+        rank: int | None = None,
+        *,
+        load_weights: Callable[[nn.Module], None] = lambda model: None,
+        on_stop: Callable[[], None] = lambda: None,
+        on_finish: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.load_weights = load_weights
+        """Fills a model's parameters and floating-point buffers with the current weights. Given by the strategy."""
+        self._store, self._runtime = store, runtime
+        self._workers, self._rank = workers, rank
+        self._on_stop, self._on_finish, self._on_close = on_stop, on_finish, on_close
+        self._lock = runtime.lock()
+        self._number = 1
+        if rank is not None:
+            with self._reached():
+                self._number = store.add(f"control/{name}/opened/{rank}", 1)
+        self._key = f"control/{name}/{self._number}"
+        self._log = ControlLog(store, runtime.now, f"{self._key}/log", MAX_POSTS)
+        self._posts: deque[Post] = deque(maxlen=MAX_POSTS)
+        self._steps = self._published = 0
+        self._stop = self.closed = False
+        self._finished: set[int | None] = set()
+        self._task: Task | None = None
+        self._wake = runtime.event()
+
+    # Called after every step: these send nothing.
+
+    def report_steps(self, steps: int) -> None:
+        """Publish the number of this worker's steps, soon. Calls that follow each other closely are combined."""
+        self._steps = steps
+        self._refresh_soon()
+
+    def stop_requested(self) -> bool:
+        """Whether anyone called `request_stop()`, as far as this process has read the log. It soon reads further."""
+        self._refresh_soon()
+        return self._stop
+
+    def _refresh_soon(self) -> None:
+        if self._task is None and not self.closed:
+            self._task = self._runtime.spawn(
+                _refresh_while_open, weakref.ref(self), self._runtime, self._wake, name="control"
+            )
+        self._wake.set()
+
+    # Calls of the store.
+
+    def steps(self) -> list[int]:
+        """The number of steps that each worker has taken. Those of a worker that takes short steps are a little old."""
+        with self._reached():
+            return [
+                self._steps if worker == self._rank else self._store.add(self._steps_key(worker), 0)
+                for worker in range(self._workers)
+            ]
+
+    def request_stop(self) -> None:
+        """Ask all workers to end soon."""
+        self._on_stop()
+        with self._reached():
+            self._append(STOP, {})
+        self._stop = True
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        """Publish a few numbers: a kind of at most 32 bytes and at most 24 values."""
+        if len(kind.encode()) > MAX_KIND_BYTES or len(values) > MAX_POST_VALUES:
+            raise SpecError(
+                f"a post has a kind of at most {MAX_KIND_BYTES} bytes and at most {MAX_POST_VALUES} values "
+                f"(kind: {kind!r}, values: {len(values)})"
+            )
+        with self._reached():
+            self._append(POST, {"post": kind, "values": [float(value) for value in values]})
+
+    def read_posts(self, since: int) -> list[Post]:
+        """The posts with a number above `since`, in the same order on all processes."""
+        with self._reached():
+            self._fetch()
+            newest = takewhile(lambda post: post.number > since, reversed(self._posts))
+            return list(newest)[::-1]
+
+    def finish(self) -> None:
+        """This worker takes no more steps."""
+        if self._rank not in self._finished:
+            self._finished.add(self._rank)
+            self._on_finish()
+            with self._reached():
+                self._append(FINISHED, {"worker": self._rank})
+
+    def has_finished(self, worker: int) -> bool:
+        """Whether a worker takes no more steps. It also reads whether anyone has requested a stop."""
+        with self._reached():
+            self._fetch()
+            return worker in self._finished
+
+    def close(self) -> None:
+        """End the task. The other calls still work while the store does."""
+        if not self.closed:
+            self.closed = True
+            self._wake.set()
+            self._on_close()
+
+    def refresh(self) -> None:
+        """Write the step count and read the log."""
+        try:
+            with self._reached():
+                self._publish()
+                self._fetch()
+        except PeerLostError as error:  # the store may answer later; a call that needs it raises the error
+            logger.debug("%s", error)
+
+    # Values that one member writes once, and others wait for.
+
+    def set_value(self, key: str, value: str) -> None:
+        """Publish a text under a key of this channel."""
+        with self._reached():
+            self._store.set(f"{self._key}/{key}", value)
+
+    def value(self, key: str) -> str | None:
+        """The text under a key; None if there is none yet."""
+        with self._reached():
+            found = self._store.check([f"{self._key}/{key}"])
+            return self._store.get(f"{self._key}/{key}").decode() if found else None
+
+    # Below: the caller holds the lock.
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Hold the lock, and report a store that does not answer."""
+        with self._lock:
+            try:
+                yield
+            except SynclineError:
+                raise
+            except RuntimeError as error:
+                raise PeerLostError(
+                    f"the key-value store of the control channel does not answer ({error}): `syncline run` serves it "
+                    "as long as the job runs; with other launchers it ends with rank 0",
+                    pending="the control channel",
+                ) from error
+
+    def _steps_key(self, worker: int) -> str:
+        return f"{self._key}/steps/{worker}"
+
+    def _append(self, kind: str, fields: Mapping[str, object]) -> None:
+        self._publish()  # a reader of the entry finds the steps before it
+        self._fetch()  # the next free number is after the entries that were read
+        self._log.append(kind, **fields)
+
+    def _publish(self) -> None:
+        steps = self._steps
+        if self._rank is not None and steps != self._published:
+            self._store.set(self._steps_key(self._rank), str(steps))
+            self._published = steps
+
+    def _fetch(self) -> None:
+        for entry in self._log.read():
+            if entry.kind == STOP:
+                self._stop = True
+            elif entry.kind == FINISHED:
+                self._finished.add(entry.fields["worker"])
+            else:
+                values = tuple(float(value) for value in entry.fields["values"])
+                self._posts.append(Post(entry.number + 1, str(entry.fields["post"]), values))
+
+
+def _refresh_while_open(reference: weakref.ref[ControlChannel], runtime: Runtime, wake: Event) -> None:
+    """Refresh a channel at the end of each step, and at intervals during a long one. It does not keep the run alive."""
+    (pause, longest), idle_s, never = IDLE_SECONDS, 0.0, runtime.event()
+    while True:
+        stepped = wake.wait(pause if idle_s < MAX_IDLE_S else None, why="the next step")
+        wake.clear()
+        channel = reference()
+        if channel is None or channel.closed:
+            return
+        channel.refresh()
+        del channel
+        idle_s = 0.0 if stepped else idle_s + pause
+        pause = IDLE_SECONDS[0] if stepped else min(1.5 * pause, longest)
+        never.wait(REFRESH_EVERY_S)
+
+
+def poll(runtime: Runtime) -> Iterator[None]:
+    """Yields again and again, with growing pauses in between. The caller leaves the loop."""
+    interval, longest = POLL_SECONDS
+    never = runtime.event()  # a deadline, not a sleep: in chaos mode the simulator lets all other events happen first
+    while True:
+        yield
+        never.wait(interval)
+        interval = min(2 * interval, longest)
+
+
+class Workers(Protocol):
+    """The workers of a run, as a `World` describes them."""
+
+    rank: int
+    size: int
+    transport: Transport
+
+    @property
+    def lost(self) -> dict[int, str]: ...
+
+    def gone_reason(self, rank: int) -> str: ...
+
+
+class ControlBarrier:
+    """A barrier among the workers of an asynchronous run, by posts: a lost worker does not break it.
+
+    ```text
+    worker 0   wait("agreed") ── waits ──┐ both continue
+    worker 1                  wait("agreed")            worker 2 is lost: the others do not wait for it
+    ```
+    """
+
+    ARRIVED, CLOSED = "met", "closed"
+
+    def __init__(self, world: Workers, channel: ControlChannel) -> None:
+        self._world = world
+        self._channel = channel
+        self._number = 0
+        self._read_until = 0
+        """The number of the last post that was read."""
+        self._arrivals: dict[int, int] = {}
+        """How often each worker has called `wait`."""
+        self._closed: set[int] = set()
+
+    def wait(self, what: str) -> None:
+        """Return when every worker that is not lost has called it as often as this one. `what` is for messages."""
+        self._number += 1
+        self._channel.post(self.ARRIVED, [self._world.rank, self._number])
+        self._wait(what, lambda rank: self._arrivals.get(rank, 0) >= self._number)
+
+    def close(self) -> None:
+        """Return when every worker that is not lost has called it: no worker takes steps any more."""
+        self._closed.add(self._world.rank)
+        self._channel.post(self.CLOSED, [self._world.rank])
+        self._wait("close their runs", lambda rank: rank in self._closed)
+
+    def _missing(self, arrived: Callable[[int], bool]) -> list[int]:
+        while posts := self._channel.read_posts(self._read_until):
+            for post in posts:
+                self._read_until = max(self._read_until, post.number)
+                if post.kind == self.ARRIVED:
+                    rank, number = int(post.values[0]), int(post.values[1])
+                    self._arrivals[rank] = max(self._arrivals.get(rank, 0), number)
+                elif post.kind == self.CLOSED:
+                    self._closed.add(int(post.values[0]))
+        world = self._world
+        others = [rank for rank in range(world.size) if rank != world.rank and rank not in world.lost]
+        return [rank for rank in others if not arrived(rank)]
+
+    def _wait(self, what: str, arrived: Callable[[int], bool]) -> None:
+        """Wait as long as the channel shows progress: steps or posts of any worker."""
+        runtime, timeout, rank = self._world.transport.runtime, self._world.transport.timeout, self._world.rank
+        since, progress = runtime.now(), (self._read_until, [0])
+        next_check = since + CHECK_LEFT_EVERY_S
+        for _ in poll(runtime):
+            missing = self._missing(arrived)
+            if not missing:
+                return
+            if runtime.now() >= next_check:
+                self._raise_if_left(what, arrived, missing)
+                next_check = runtime.now() + CHECK_LEFT_EVERY_S
+            closed = [each for each in missing if each in self._closed]
+            if closed and rank not in self._closed:
+                raise IncompatibleError(
+                    f"rank {rank} waits for all workers to {what}, and rank {closed[0]} has closed its run: every "
+                    "worker must make this call, as often as the others"
+                )
+            now = (self._read_until, self._channel.steps())
+            if now != progress:
+                since, progress = runtime.now(), now
+            waited = runtime.now() - since
+            if waited > timeout:
+                raise PeerLostError(
+                    f"rank {rank} has waited {waited:.0f} s for ranks {missing} to {what}, and no worker took a step "
+                    f"meanwhile (steps: {now[1]}): every worker must make this call",
+                    peer=missing[0],
+                    pending=f"ranks {missing} to {what}",
+                    seconds=waited,
+                )
+
+    def _raise_if_left(self, what: str, arrived: Callable[[int], bool], missing: Sequence[int]) -> None:
+        """Raise if a missing worker has left the world, because it never arrives."""
+        left = {rank: why for rank in missing if (why := self._world.gone_reason(rank))}
+        still = self._missing(arrived) if left else []  # again: a post may have come just before the worker left
+        for rank in (each for each in still if each in left):
+            raise PeerLostError(
+                f"rank {self._world.rank} waits for ranks {missing} to {what}, and rank {rank} has ended without "
+                f"closing its run ({left[rank]}): every worker closes it, by run.close() or a with block",
+                peer=rank,
+                pending=f"ranks {missing} to {what}",
+            )

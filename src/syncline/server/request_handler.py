@@ -439,8 +439,8 @@ class RequestHandler:
             raise ProtocolError(f"request {number} claims to follow {max(header.acked, header.after)}")
         for old in session.acknowledge(header.acked):
             self._pool.give_back(old.body)
-        if number in session.replies:  # a reply that cannot be lost is sent once
-            return [session.replies[number]] if header.repeats else []
+        if number in session.replies:
+            return [session.replies[number]]
         return None if session.is_new(number) else []
 
     def _serve(self, session: ClientSession, request: DeferredRequest) -> list[OutgoingReply]:

@@ -7,6 +7,7 @@ examples:
   syncline run --hosts slurm -n 8 train.py         inside a Slurm job, by srun
   syncline run -n 4 --mpi train.py                 by mpiexec
   syncline run -n 4 --servers 2 train.py           with two parameter servers
+  syncline run -n 4 --servers 2 --replicas 2 train.py      the loss of one of them loses nothing
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
   syncline run --lab 4@100mbit --mpi train.py      the same by mpiexec
 
@@ -42,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_placement_options(
         parser,
-        *("-n", "--hosts", "--mpi", "--lab", "--servers", "--on-failure", "--lost-after"),
+        *("-n", "--hosts", "--mpi", "--lab", "--servers", "--replicas", "--on-failure", "--lost-after"),
         help={
             "-n": "number of workers; --hosts and --lab may give it too",
             "--hosts": "hosts and their numbers of workers, over ssh; 'slurm' inside a Slurm job",
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         policy=arguments.on_failure,
         address=arguments.address,
         servers=arguments.servers,
+        replicas=arguments.replicas,
         handlers=arguments.handlers,
         mpi=arguments.mpi,
         lost_after=arguments.lost_after,

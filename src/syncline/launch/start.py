@@ -56,6 +56,8 @@ class Job:
     policy: FailurePolicy = "stop"
     address: str | None = None
     servers: int = 0
+    replicas: int = 1
+    """Servers that hold each shard. With 2 or more, the run continues without a lost server."""
     server: tuple[str, ...] = SERVER
     evaluators: int = 0
     """1 to start the target once more as an evaluator beside the ranks (SYNCLINE_ROLE=evaluator)."""
@@ -196,7 +198,12 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
     # With MPI there is no evaluator: only ranks and servers join its world, and rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
     variables = role_environment(
-        workers, servers=job.servers, evaluators=evaluators, hosts=len(hosts), handlers=job.handlers
+        workers,
+        servers=job.servers,
+        replicas=job.replicas,
+        evaluators=evaluators,
+        hosts=len(hosts),
+        handlers=job.handlers,
     )
     limit = {} if job.lost_after is None else {LOST_AFTER_VARIABLE: job.lost_after}
     saves = {SAVES: "1"} if job.saves and not job.mpi else {}
@@ -257,6 +264,7 @@ def _supervisor(
         say=say,
         tick=tick,
         finishing=finishing,
+        replicated=[f"server {number}" for number in range(job.servers)] if job.replicas > 1 else (),
         saves=job.saves and not job.mpi,
         lost_after=limit,
     )

@@ -115,8 +115,8 @@ def _check_replicas(replicas: int, servers: int, mpi: bool) -> None:
         )
     if not 1 <= replicas <= servers:
         raise SpecError(
-            f"--replicas {replicas} with --servers {servers}: each part of the weights lives on at least one server, and on "
-            "each at most once"
+            f"--replicas {replicas} with --servers {servers}: each part of the weights lives on at least one server, "
+            "and once on each"
         )
     if mpi:
         raise IncompatibleError(f"--replicas {replicas}: MPI ends all processes when one fails; leave it out")

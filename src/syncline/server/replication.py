@@ -9,10 +9,11 @@ may ask for again::
                            │  ◄── acked 7 ──────  │  ◄── acked 7 ───────┘
            ◄── reply ──────┘
 
-A reply is sent when all servers of the chain have all records up to the one that it belongs to. So a client sees no
-value that is lost with the head. When a server is lost, the one before it continues with the next one, and sends what
-was not acknowledged once more. When the head is lost, the next server is the head. Records are handled by the same
-`RequestHandler` on every server, which is deterministic: what a request does depends on the earlier records only.
+A server handles a record when all servers after it have it. So a client gets no reply, and sees no value, that is lost
+with the head; and a body is forwarded without a copy, though the handler changes it. When a server is lost, the one
+before it continues with the next one, and sends what was not acknowledged once more. When the head is lost, the next
+server is the head. Every server has the same `RequestHandler`, which is deterministic: what a request does depends on
+the earlier records only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from syncline.errors import ProtocolError
 from syncline.server import protocol
 from syncline.server.protocol import RecordHeader, RequestHeader
-from syncline.server.request_handler import OutgoingReply, ReplyBuffers, RequestHandler, refuse
+from syncline.server.request_handler import OutgoingReply, RequestHandler, refuse
 
 __all__ = ["ReplicaChain", "ReplicaRecord"]
 
@@ -58,7 +59,6 @@ class ReplicaChain:
         me: int,
         handler: RequestHandler,
         send: Callable[[int, ReplicaRecord], None],
-        pool: ReplyBuffers,
     ) -> None:
         self.shard = shard
         self.handler = handler
@@ -70,22 +70,24 @@ class ReplicaChain:
         """The next server of the chain that is not lost; None if this is the last."""
         self._members = members
         self._send = send
-        self._pool = pool
         self._last = 0
-        """The number of the latest record that this server has handled."""
+        """The number of the latest record that this server has."""
         self._acked = 0
-        """The servers after this one have all records up to this number."""
+        """The servers after this one have all records up to this number, and this one has handled them."""
         self._previous = members[0]
         """The server that has sent the latest record."""
         self._unacked: deque[ReplicaRecord] = deque()
-        self._held: deque[tuple[int, list[OutgoingReply]]] = deque()
-        """Replies, each with the record that must be acknowledged before."""
+        """Records that some server after this one may not have."""
+        self._asked: set[tuple[int, int, int]] = set()
+        """Requests that clients have sent to this server and that have no reply: space, client and number. Each gets
+        one reply, because a second one could fill memory that the client uses again.
+        """
         self._early: list[tuple[int, RequestHeader, Tensor, int]] = []
         """Requests of clients that have noticed the loss of the head earlier than this server."""
         self._gone: dict[int, bool] = {}
         """Members that are gone, and whether they have left by themselves."""
-        self._gone_clients: set[int] = set()
-        """Clients whose loss all servers of the chain know."""
+        self._known_losses: set[int] = set()
+        """Clients of whose loss there is a record."""
 
     # From clients.
 
@@ -94,7 +96,10 @@ class ReplicaChain:
     ) -> list[OutgoingReply]:
         """Handle a client's request, or its refusal. A server that is not the head keeps it until it is."""
         if self.is_head:
-            return self._handle(ReplicaRecord(self._header(kind, member, self._last + 1), request, body))
+            self._asked.add((request.space, member, request.number))
+            if len(self._asked) > protocol.REPLY_SLOTS * (1 + len(self.handler.sessions)):
+                self._asked = {each for each in self._asked if self._may_reply(*each)}
+            return self._add(ReplicaRecord(self._header(kind, member, self._last + 1), request, body))
         if sum(client == member for client, *_ in self._early) >= protocol.REPLY_SLOTS:
             return [refuse(member, request, f"{protocol.REPLY_SLOTS} requests wait for the loss of the head")]
         self._early.append((member, request, body, kind))
@@ -107,6 +112,7 @@ class ReplicaChain:
         self.is_head = self._gone.keys() >= set(self._members[: self.place])
         self._next = next((each for each in self._members[self.place + 1 :] if each not in self._gone), None)
         self._early = [each for each in self._early if each[0] != member]
+        self._asked = {each for each in self._asked if each[1] != member}
         replies: list[OutgoingReply] = []
         if member == successor:
             if self._next is None:
@@ -116,9 +122,10 @@ class ReplicaChain:
                     self._send(self._next, record)
         if not self.is_head:
             return replies
-        for client in self._gone.keys() - self._gone_clients - set(self._members):
+        for client in self._gone.keys() - self._known_losses - set(self._members):
+            self._known_losses.add(client)
             kind = protocol.LEFT if self._gone[client] else protocol.LOST
-            replies += self._handle(ReplicaRecord(self._header(kind, client, self._last + 1), NO_REQUEST, NO_BODY))
+            replies += self._add(ReplicaRecord(self._header(kind, client, self._last + 1), NO_REQUEST, NO_BODY))
         early, self._early = [] if was_head else self._early, []
         for each in early:
             replies += self.request(*each)
@@ -135,8 +142,10 @@ class ReplicaChain:
                 f"of {self._members[: self.place]} was due"
             )
         self._previous = source
+        if record.header.kind in (protocol.LOST, protocol.LEFT):
+            self._known_losses.add(record.header.member)
         if number == self._last + 1:
-            return self._handle(record)
+            return self._add(record)
         self._send_ack()
         return []
 
@@ -149,26 +158,37 @@ class ReplicaChain:
     def _header(self, kind: int, member: int, number: int) -> RecordHeader:
         return RecordHeader(kind, self.shard, member, number)
 
-    def _handle(self, record: ReplicaRecord) -> list[OutgoingReply]:
-        """Forward the next record, handle it, and return the replies that may be sent now."""
+    def _add(self, record: ReplicaRecord) -> list[OutgoingReply]:
+        """Forward the next record, or handle it if this server is the last; return the replies to send."""
         self._last = record.header.number
-        if record.header.kind in (protocol.LOST, protocol.LEFT):
-            self._gone_clients.add(record.header.member)
+        self._unacked.append(record)
         if self._next is None:
-            self._acked = self._last
-            self._send_ack()
-        else:
-            copy = self._pool.take(record.body.numel())  # the handler changes values in place
-            copy.copy_(record.body)
-            self._unacked.append(ReplicaRecord(record.header, record.request, copy))
-            self._send(self._next, self._unacked[-1])
-        replies = self._run(record)
-        if not self.is_head:  # it is kept in case that the client asks again
-            return []
-        self._held.append((self._last, replies))
-        return self._release()
+            return self._acknowledge(self._last)
+        self._send(self._next, record)
+        return []
 
-    def _run(self, record: ReplicaRecord) -> list[OutgoingReply]:
+    def _acknowledge(self, number: int) -> list[OutgoingReply]:
+        """Handle the records up to a number, which all servers after this one have; return the replies to send."""
+        self._acked = max(number, self._acked)
+        self._send_ack()
+        replies: list[OutgoingReply] = []
+        while self._unacked and self._unacked[0].header.number <= number:
+            replies += self._handle(self._unacked.popleft())
+        return [reply for reply in replies if self._was_asked(reply)]
+
+    def _may_reply(self, space: int, member: int, number: int) -> bool:
+        """Whether a request may still get a reply. A duplicate of an acknowledged one gets none."""
+        session = self.handler.sessions.get((space, member))
+        return session is None or number > session.acked
+
+    def _was_asked(self, reply: OutgoingReply) -> bool:
+        """Whether a client waits for a reply from this server. Others are kept in case that the client asks here."""
+        key = (reply.header.space, reply.member, reply.header.number)
+        found = key in self._asked
+        self._asked.discard(key)
+        return found
+
+    def _handle(self, record: ReplicaRecord) -> list[OutgoingReply]:
         kind, member, handler = record.header.kind, record.header.member, self.handler
         if kind == protocol.REQUESTED:
             return handler.handle(member, record.request, record.body)
@@ -176,23 +196,7 @@ class ReplicaChain:
             return handler.reject(member, record.request, bytes(record.body.numpy()).decode(errors="replace"))
         return handler.lose(member, left=kind == protocol.LEFT)
 
-    def _acknowledge(self, number: int) -> list[OutgoingReply]:
-        if number <= self._acked:
-            return []
-        self._acked = number
-        while self._unacked and self._unacked[0].header.number <= number:
-            self._pool.give_back(self._unacked.popleft().body)
-        self._send_ack()
-        return self._release()
-
     def _send_ack(self) -> None:
         if not self.is_head:
             header = self._header(protocol.ACKED, 0, self._acked)
             self._send(self._previous, ReplicaRecord(header, NO_REQUEST, NO_BODY))
-
-    def _release(self) -> list[OutgoingReply]:
-        """The replies that may be sent now."""
-        replies: list[OutgoingReply] = []
-        while self._held and self._held[0][0] <= self._acked:
-            replies += self._held.popleft()[1]
-        return replies

@@ -111,7 +111,7 @@ class Server:
         server, handler = network.servers[shard], self.handler
         if place:
             handler = RequestHandler(self._shard_numbers(server), self._pool, network.workers)
-        return ReplicaChain(shard, network.chain(server), me, handler, self._send_record, self._pool)
+        return ReplicaChain(shard, network.chain(server), me, handler, self._send_record)
 
     def start(self) -> Server:
         """Begin to serve."""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -206,7 +207,11 @@ def check_store(consistency: str, seed: int) -> Outcome:
 
 def check_replicated_store(consistency: str, seed: int) -> Outcome:
     """The same with replicas, and servers that are killed."""
-    return check_case(Case.draw_replicated(consistency, seed))
+    with pytest.MonkeyPatch.context() as patch:
+        if seed % 2:  # most values are large then, and slots are soon used again
+            for name, limit in (("MAX_INLINE_BYTES", 40), ("REPLY_SLOTS", 3), ("MAX_INFLIGHT_REQUESTS", 3)):
+                patch.setattr(protocol, name, limit)
+        return check_case(Case.draw_replicated(consistency, seed))
 
 
 def check_case(case: Case) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import deque
 from functools import partial
 from typing import Any
@@ -297,4 +299,38 @@ def test_kill_9_of_a_replicated_server_loses_nothing(runs: Runs) -> None:
     assert ended.code == 0, ended.describe()
     assert ended.out.count("values 80.0 80.0 steps 40 40") == 2, ended.describe()
     assert "server 0 was killed by signal 9 (SIGKILL); its replicas continue" in ended.err
+    runs.assert_nothing_left()
+
+
+TRAIN = """
+import torch, syncline as sl
+torch.manual_seed(0)
+with sl.init() as world:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    run = sl.distribute(model, optimizer, strategy="ssp(slack=2)")
+    steps = left = 0
+    while left < 100:
+        x = torch.randn(16, 4)
+        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        steps += 1
+        left += (here / "killed").exists()
+        if steps == 20:
+            post(f"started{rank}")
+    run.finish()
+    assert loss < 0.1, loss
+    say("trained")
+"""
+
+
+def test_a_training_continues_after_kill_9_of_a_server(runs: Runs) -> None:
+    training = runs.start("run", "-n", "2", "--servers", "2", "--replicas", "2", runs.script(TRAIN))
+    for rank in range(2):
+        runs.read(f"started{rank}")
+    os.kill(training.programs()[0], signal.SIGKILL)
+    runs.post("killed")
+    ended = training.finish()
+    assert ended.code == 0, ended.describe()
+    assert ended.out.count("trained") == 2, ended.describe()
     runs.assert_nothing_left()

@@ -223,6 +223,27 @@ def test_a_lost_server_loses_nothing(lost: int) -> None:
     assert run.results == ([40.0] * 9,) * 2
 
 
+@pytest.mark.parametrize("numel", [6, 60_000])
+def test_all_requests_under_way_go_to_the_next_server(numel: int) -> None:
+    """A read waits at the server for earlier pushes, for which the client does not wait."""
+
+    def work(world: sl.World) -> list[float]:
+        client = open_space(world, "s", numel, replicas=2)
+        world.compute(1.0 - world.runtime.now())
+        pushes = [client.push(None, torch.ones(numel)) for _ in range(5)]
+        found = done(client.pull())
+        for push in pushes:
+            push.wait()
+        client.close()
+        return [found.min().item(), found.max().item()]
+
+    for lost in (1, 2):
+        faults = [Kill(lost, at=1.0005)]
+        run = sl.simulate(work, 1, extra=replicated(1, 2, 2), faults=faults, network=sl.Network(latency=1e-3))
+        assert run.killed == (lost,)
+        assert run.results == ([5.0, 5.0],)
+
+
 def test_the_loss_of_all_replicas_names_the_last() -> None:
     with pytest.raises(sl.errors.PeerLostError, match="lost rank 3"):
         sl.simulate(count_ones, 2, extra=replicated(2, 3, 2), faults=[Kill(2, at=0.1), Kill(3, at=0.15)])

@@ -82,7 +82,7 @@ class ReplicaChain:
         """Requests that clients have sent to this server and that have no reply: space, client and number. Each gets
         one reply, because a second one could fill memory that the client uses again.
         """
-        self._early: list[tuple[int, RequestHeader, Tensor, int]] = []
+        self._early: dict[tuple[int, int, int], tuple[int, RequestHeader, Tensor, int]] = {}
         """Requests of clients that have noticed the loss of the head earlier than this server."""
         self._gone: dict[int, bool] = {}
         """Members that are gone, and whether they have left by themselves."""
@@ -95,23 +95,24 @@ class ReplicaChain:
         self, member: int, request: RequestHeader, body: Tensor, kind: int = protocol.REQUESTED
     ) -> list[OutgoingReply]:
         """Handle a client's request, or its refusal. A server that is not the head keeps it until it is."""
+        key = (request.space, member, request.number)
         if self.is_head:
-            self._asked.add((request.space, member, request.number))
+            self._asked.add(key)
             if len(self._asked) > protocol.REPLY_SLOTS * (1 + len(self.handler.sessions)):
                 self._asked = {each for each in self._asked if self._may_reply(*each)}
             return self._add(ReplicaRecord(self._header(kind, member, self._last + 1), request, body))
-        if sum(client == member for client, *_ in self._early) >= protocol.REPLY_SLOTS:
+        if sum(each[:2] == key[:2] for each in self._early.keys() - {key}) >= protocol.REPLY_SLOTS:
             return [refuse(member, request, f"{protocol.REPLY_SLOTS} requests wait for the loss of the head")]
-        self._early.append((member, request, body, kind))
+        self._early[key] = (member, request, body, kind)
         return []
 
     def lose(self, member: int, left: bool) -> list[OutgoingReply]:
         """Handle the loss of a client or of a server."""
-        was_head, successor = self.is_head, self._next
+        successor = self._next
         self._gone[member] = left
         self.is_head = self._gone.keys() >= set(self._members[: self.place])
         self._next = next((each for each in self._members[self.place + 1 :] if each not in self._gone), None)
-        self._early = [each for each in self._early if each[0] != member]
+        self._early = {key: early for key, early in self._early.items() if key[1] != member}
         self._asked = {each for each in self._asked if each[1] != member}
         replies: list[OutgoingReply] = []
         if member == successor:
@@ -126,9 +127,9 @@ class ReplicaChain:
             self._known_losses.add(client)
             kind = protocol.LEFT if self._gone[client] else protocol.LOST
             replies += self._add(ReplicaRecord(self._header(kind, client, self._last + 1), NO_REQUEST, NO_BODY))
-        early, self._early = [] if was_head else self._early, []
-        for each in early:
-            replies += self.request(*each)
+        early, self._early = self._early, {}
+        for request in early.values():
+            replies += self.request(*request)
         return replies
 
     # From other servers of the chain.

@@ -35,7 +35,7 @@ HINTS = {
         ("--strategy", "--codec", "--collective"),
         "set it in the script, as in sl.distribute(model, optimizer, strategy='ssp', codec='quantize(4)')",
     ),
-    "": "options of the script come after its name",
+    **dict.fromkeys(("", "--epochs", "--steps"), "options of the script come after its name"),
 }
 
 

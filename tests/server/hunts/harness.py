@@ -146,15 +146,15 @@ class Servers:
         if server in self._transports:
             kill_rank(self._transports[server])
 
-    def weights(self, killed: Sequence[int] = ()) -> Tensor:
-        """What the servers that live hold of the one space there was.
+    def weights(self, killed: Sequence[int] = (), shards: int | None = None) -> Tensor:
+        """What the servers that live hold of the first space.
 
         All replicas hold the same, unless a worker was killed: nobody waits until all have its last requests.
         """
         found, complete = [], not any(member < self._workers for member in killed)
-        for shard in range(self._servers):
+        for shard in range(self._servers if shards is None else shards):
             chain = [(shard + after) % self._servers for after in range(self._replicas)]
-            living = [self._held[each, shard].all[-1] for each in chain if each + self._workers not in killed]
+            living = [self._held[each, shard].all[0] for each in chain if each + self._workers not in killed]
             for replica in living[1:] if complete else ():
                 assert torch.equal(replica.weights, living[0].weights), f"the replicas of shard {shard} differ"
                 assert replica.clocks.of == living[0].clocks.of, f"the clocks of shard {shard} differ"

@@ -240,8 +240,8 @@ def check_case(case: Case) -> Outcome:
     servers = Servers(tags.workers, case.servers, case.replicas)
     with whole_updates():
         run, opened = harness.play(
-            lambda world: Worker(case, world, journals, servers).run(), journals, servers, faults=case.faults, seed=seed,
-            chaos=case.chaos, timeout=PATIENCE,
+            lambda world: Worker(case, world, journals, servers).run(), journals, servers, faults=case.faults,
+            seed=seed, chaos=case.chaos, timeout=PATIENCE,
         )  # fmt: skip
     lost = [each for each in run.killed if each < tags.workers]
     for journal in journals:

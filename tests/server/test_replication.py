@@ -300,11 +300,18 @@ import torch, syncline as sl
 from syncline.server import open_space
 NUMEL = 100_000
 with sl.init() as world:
-    client = open_space(world, "s", NUMEL)
+    client, called, under_way = open_space(world, "s", NUMEL), [], []
     for step in range(40):
         if world.rank == 1 and step == 10:
             client.push((0, 1), torch.zeros(1), handler="kill_server_0")
-        client.push_pull(None, torch.ones(NUMEL), tick=True, min_clock=client.clock - 1).wait()
+        if len(under_way) == 4:
+            assert under_way.pop(0).wait().min() > step - 4
+        read = client.push_pull(None, torch.ones(NUMEL), tick=True, min_clock=client.clock - 4, callback=called.append)
+        under_way.append(read)
+    for read in under_way:
+        read.wait()
+    while len(called) < 40:
+        time.sleep(0.01)
     client.finish_training()
     world.barrier()
     values = client.get()
@@ -314,6 +321,7 @@ with sl.init() as world:
 
 
 def test_kill_9_of_a_replicated_server_loses_nothing(runs: Runs) -> None:
+    """Several tasks of a client wait for replies of the lost server: callbacks, and the script itself."""
     (runs.folder / "my_handlers.py").write_text(HANDLERS)
     options = ("-n", "2", "--servers", "2", "--replicas", "2", "--handlers", "my_handlers")
     ended = runs.run("run", *options, runs.script(COUNT))

@@ -144,13 +144,11 @@ class ServerConnection:
 
     def post_and_send(self, pending: PendingRequest) -> None:
         """Post the receives of the reply, and send the request."""
-        try:
-            with self._wire:
-                self._post(pending)
-                self._transmit(pending)
-        except PeerLostError:
-            if not self.fail_over(pending):
-                raise
+        with self._wire:
+            self._post(pending)
+            replica, error = self.replica, self._try_transmit(pending)
+        if error is not None and not self.fail_over(pending, replica):
+            raise error
 
     def send_with_keys(self, pending: PendingRequest) -> None:
         """Send a request again, under the same number, with the list of keys that the server does not remember."""
@@ -163,19 +161,20 @@ class ServerConnection:
 
     def send_again(self, pending: PendingRequest) -> None:
         """Send a request that may be lost once more."""
-        try:
-            with self._wire:
-                self._transmit(pending)
-        except PeerLostError:
-            if not self.fail_over(pending):
-                raise
+        with self._wire:
+            replica, error = self.replica, self._try_transmit(pending)
+        if error is not None and not self.fail_over(pending, replica):
+            raise error
 
-    def fail_over(self, pending: PendingRequest) -> bool:
+    def fail_over(self, pending: PendingRequest, replica: int) -> bool:
         """If the server of a request is gone, send all requests without a reply to the next replica.
 
-        Returns False if the server is not gone, or if no replica is left.
+        `replica` is the place of the server that has failed the request. Another task may have sent the request to the
+        next one since. Returns False if the server is not gone, or if no replica is left.
         """
         with self._wire:
+            if pending.replica != replica:
+                return True
             pending.replied = False
             while True:
                 if self.transport.gone_reason(self.member):
@@ -185,15 +184,14 @@ class ServerConnection:
                 if pending.replica == self.replica:
                     return False
                 unanswered = [each for each in list(self.pending.values()) if each.reply_receive and not each.replied]
-                try:
-                    for each in sorted(unanswered, key=lambda each: each.header.number):
-                        if each.replica != self.replica:
-                            self._post(each)
-                            self._transmit(each)
+                for each in sorted(unanswered, key=lambda each: each.header.number):
+                    if each.replica != self.replica:
+                        self._post(each)
+                        error = self._try_transmit(each)
+                        if error is not None and not self.transport.gone_reason(self.member):
+                            raise error
+                if not self.transport.gone_reason(self.member):
                     return True
-                except PeerLostError:
-                    if not self.transport.gone_reason(self.member):
-                        raise
 
     def _post(self, pending: PendingRequest) -> None:
         """Post the receives of the reply."""
@@ -203,6 +201,14 @@ class ServerConnection:
         out = pending.out
         if out is not None and 4 * out.numel() > protocol.MAX_INLINE_BYTES and pending.view is None:
             pending.data_receive = self._receive_data(pending, out)
+
+    def _try_transmit(self, pending: PendingRequest) -> PeerLostError | None:
+        """Send a request; return the error if its server is lost."""
+        try:
+            self._transmit(pending)
+        except PeerLostError as error:
+            return error
+        return None
 
     def _transmit(self, pending: PendingRequest) -> None:
         if pending.finished:
@@ -230,7 +236,7 @@ class ServerConnection:
         runtime = self.transport.runtime
         deadline = runtime.now() + self.transport.timeout
         while True:
-            posted = pending.reply_receive
+            posted, replica = pending.reply_receive, pending.replica
             assert posted is not None
             try:
                 posted.wait(retry_s)
@@ -242,7 +248,7 @@ class ServerConnection:
                     self._read_body(pending, reply, posted.data)
                     return reply
             except PeerLostError:
-                if pending.reply_receive is not posted or self.fail_over(pending):
+                if pending.reply_receive is not posted or self.fail_over(pending, replica):
                     continue  # it was sent to another server
                 gone = self.transport.gone_reason(self.member)
                 if gone or retry_s is None or runtime.now() >= deadline:

@@ -461,6 +461,8 @@ class RequestHandler:
             if not shard.description.keeps_pushes and request.keys is None:
                 self._pool.give_back(request.body)
             return [self._reply(session, header, late=request.late, staleness=request.staleness)]
+        if header.kind == protocol.PULL:
+            shard.skip_to(session.member, header.clock)
         if not shard.may_read(header.min_clock, session.member):
             session.deferred[header.number] = request
             return []

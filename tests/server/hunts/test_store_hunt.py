@@ -20,3 +20,8 @@ def test_a_killed_server_loses_nothing_that_its_replicas_have(consistency: str) 
     outcomes = hunted(check_replicated_store, seeds(8), consistency)
     assert all(outcome.killed for outcome in outcomes if outcome.opened)
     check_eventful(outcomes)
+
+
+def test_a_read_waits_for_no_step_that_nobody_pushes_any_more() -> None:
+    """This seed has led to a read that never ended: its worker was late at one server, and the others were lost."""
+    assert check_store("quorum", 1259).killed

@@ -121,6 +121,11 @@ def test_variables_that_make_no_sense_are_named(variables: dict[str, str], messa
         read_roles(variables)
 
 
+def test_the_number_of_replicas_is_read() -> None:
+    variables = {"SYNCLINE_SERVERS": "3", "SYNCLINE_WORKERS": "1", "SYNCLINE_REPLICAS": "2"}
+    assert (read_roles(variables).replicas, read_roles({}).replicas) == (2, 1)
+
+
 def test_a_server_without_a_rendezvous_is_refused() -> None:
     roles = read_roles({"SYNCLINE_ROLE": "server", "SYNCLINE_SERVERS": "1", "SYNCLINE_WORKERS": "1"})
     with pytest.raises(sl.errors.WorldError, match="syncline run --servers S"):

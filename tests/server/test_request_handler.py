@@ -366,3 +366,13 @@ def test_a_worker_that_leaves_early_is_warned_of_once(how: str, caplog: pytest.L
         first.push(torch.ones(NUMEL), clock=clock, flags=TICK)
         assert "has left at clock 2" not in caplog.text or clock >= 3
     assert caplog.text.count("worker 1 has left at clock 2") == (how in ("finishes", "leaves"))
+
+
+def test_a_read_waits_for_no_step_that_its_worker_has_skipped() -> None:
+    """A worker that was late at another server goes on at that server's step, and nobody else is left to push it."""
+    (mine,) = handler_with(0, synchronous=True, quorum=0.5)
+    mine.handler.lose(1)
+    mine.push(torch.ones(NUMEL), clock=0, flags=protocol.TICK)
+    (answer,) = mine.pull(clock=3, min_clock=3)
+    assert values_of(answer) == [1.0] * NUMEL
+    assert mine.space.open_step == 3

@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--servers", type=int, help="dedicated servers; default 1, and a second table with none; soak: 2"
     )
+    add_placement_options(parser, "--replicas")
     parser.add_argument("--engine", choices=("zeromq", "mpi"), default="zeromq", help="the transport; default zeromq")
     parser.add_argument("--sizes", default="4KB,4MB,40MB", help="as in 4KB,4MB,40MB, the default")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each contender; default 15")
@@ -95,7 +96,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _placement(arguments: argparse.Namespace) -> Placement:
-    return replace(Placement.read(arguments, default_ranks=4), mpi=arguments.engine == "mpi")
+    mpi = arguments.engine == "mpi"
+    return replace(Placement.read(argparse.Namespace(**{**vars(arguments), "mpi": mpi}), default_ranks=4), mpi=mpi)
 
 
 def _plan(arguments: argparse.Namespace, result: Path, servers: int) -> RatesPlan:
@@ -176,5 +178,5 @@ def _launch(arguments: argparse.Namespace, module: str, plan: Mapping[str, objec
     from syncline.bench.server.echo import SERVER_PROGRAM
 
     target = ("-m", f"syncline.bench.server.{module}", json.dumps(plan))
-    job = Job(target=target, servers=servers, server=SERVER_PROGRAM)
+    job = Job(target=target, servers=servers, replicas=arguments.replicas, server=SERVER_PROGRAM)
     return _placement(arguments).run(job, mpiexec="call")

@@ -34,6 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--lab": {"metavar": "4@100mbit", "help": "number of hosts and link rate of a cluster emulated on this machine"},
     "--mpi": {"action": "store_true", "help": "start the workers with mpiexec, and communicate over MPI"},
     "--servers": {"type": int, "default": 0, "metavar": "S", "help": "number of parameter servers; default 0"},
+    "--replicas": {
+        "type": int,
+        "default": 1,
+        "metavar": "R",
+        "help": "servers that hold each part of the weights: with 2, a lost server loses nothing; default 1",
+    },
     "--on-failure": {
         "choices": ("stop", "continue", "restart"),
         "help": "when a worker fails: stop the others (the default), let them continue without it, or start it again "
@@ -85,6 +91,7 @@ class Placement:
         if (given.get("servers") or 0) < 0:
             raise SpecError(f"--servers {given['servers']}: a number of servers cannot be negative")
         mpi = bool(given.get("mpi"))
+        _check_replicas(given.get("replicas", 1), given.get("servers") or 0, mpi)
         if lab and hosts:
             raise IncompatibleError("--lab makes its own hosts and cannot be used with --hosts; leave one out")
         if lab:
@@ -145,3 +152,19 @@ def read_elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOp
 def failure_policy(arguments: argparse.Namespace) -> FailurePolicy:
     """What happens to the other ranks when one fails."""
     return "continue" if arguments.elastic is not None or arguments.on_failure == "continue" else "stop"
+
+
+def _check_replicas(replicas: int, servers: int, mpi: bool) -> None:
+    if replicas == 1:
+        return
+    if replicas > 1 and not servers:
+        raise IncompatibleError(
+            f"--replicas {replicas}: only dedicated servers have replicas; add --servers {replicas}"
+        )
+    if not 1 <= replicas <= servers:
+        raise SpecError(
+            f"--replicas {replicas} with --servers {servers}: each part of the weights lives on at least one server, "
+            "and once on each"
+        )
+    if mpi:
+        raise IncompatibleError(f"--replicas {replicas}: MPI ends all processes when one fails; leave it out")

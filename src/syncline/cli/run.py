@@ -8,6 +8,7 @@ examples:
   syncline run -n 4 --mpi train.py                 by mpiexec
   syncline run -n 4 --servers 2 train.py           with two parameter servers
   syncline run -n 8 --elastic 2:8 --restart 3 train.py      goes on with 2 to 8 workers, and restarts those that fail
+  syncline run -n 4 --servers 2 --replicas 2 train.py      the loss of one of them loses nothing
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
   syncline run --lab 4@100mbit --mpi train.py      the same by mpiexec
 
@@ -39,7 +40,7 @@ HINTS = {
         ("--strategy", "--codec", "--collective"),
         "set it in the script, as in sl.distribute(model, optimizer, strategy='ssp', codec='quantize(4)')",
     ),
-    "": "options of the script come after its name",
+    **dict.fromkeys(("", "--epochs", "--steps"), "options of the script come after its name"),
 }
 
 
@@ -47,7 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_placement_options(
         parser,
-        *("-n", "--hosts", "--mpi", "--lab", "--servers", "--on-failure", "--lost-after", "--elastic", "--restart"),
+        *("-n", "--hosts", "--mpi", "--lab", "--servers", "--replicas"),
+        *("--on-failure", "--lost-after", "--elastic", "--restart"),
         help={
             "-n": "number of workers; --hosts and --lab may give it too",
             "--hosts": "hosts and their numbers of workers, over ssh; 'slurm' inside a Slurm job",
@@ -73,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         elastic=read_elastic_options(arguments, placement.ranks),
         address=arguments.address,
         servers=arguments.servers,
+        replicas=arguments.replicas,
         handlers=arguments.handlers,
         mpi=arguments.mpi,
         lost_after=arguments.lost_after,

@@ -58,7 +58,7 @@ AUTO = "auto"
 NETWORK_OPTIONS = (
     *("codec", "diagnose", "global_batch", "steps", "warmup", "momentum", "target", "evaluate_every"),
     *("evaluations_after", "out", "resume", "checkpoint_every", "trace", "tensorboard"),
-    *("servers", "on_failure", "lab", "hosts", "pace", "slow"),
+    *("servers", "replicas", "on_failure", "lab", "hosts", "pace", "slow"),
 )
 """Options of `train` that k-means does not have."""
 
@@ -117,7 +117,7 @@ def _configure_place(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     add_placement_options(
         where,
-        *("--servers", "--on-failure", "--lost-after", "--lab", "--mpi", "--hosts"),
+        *("--servers", "--replicas", "--on-failure", "--lost-after", "--lab", "--mpi", "--hosts"),
         help={"--hosts": "hosts and their numbers of workers, over ssh; all see the run's folder"},
     )
     where.add_argument(
@@ -172,6 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         target=target,
         evaluators=int(wants_evaluator(build_strategy(settings.strategy))),
         servers=arguments.servers,
+        replicas=arguments.replicas,
         policy=arguments.on_failure,
         mpi=arguments.mpi,
         saves=True,

@@ -267,9 +267,9 @@ def rendezvous_variables(address: str, port: int) -> dict[str, str]:
 
 
 def role_environment(
-    workers: int, *, servers: int = 0, evaluators: int = 0, hosts: int = 1, handlers: str = ""
+    workers: int, *, servers: int = 0, replicas: int = 1, evaluators: int = 0, hosts: int = 1, handlers: str = ""
 ) -> dict[str, str]:
-    """The variables that tell a process how many workers, servers, evaluators and hosts a run has.
+    """The variables that tell a process how many workers, servers, replicas, evaluators and hosts a run has.
 
     They are set even if there is no server, because a run may be started inside another run.
 
@@ -279,6 +279,7 @@ def role_environment(
     return {
         "SYNCLINE_WORKERS": str(workers),
         "SYNCLINE_SERVERS": str(servers),
+        "SYNCLINE_REPLICAS": str(replicas),
         "SYNCLINE_EVALUATORS": str(evaluators),
         "SYNCLINE_HOSTS": str(hosts),
         "SYNCLINE_ROLE": "worker",

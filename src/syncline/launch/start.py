@@ -60,6 +60,8 @@ class Job:
     policy: FailurePolicy = "stop"
     address: str | None = None
     servers: int = 0
+    replicas: int = 1
+    """Servers that hold each shard. With 2 or more, the run continues without a lost server."""
     server: tuple[str, ...] = SERVER
     evaluators: int = 0
     """1 to start the target once more as an evaluator beside the ranks (SYNCLINE_ROLE=evaluator)."""
@@ -214,7 +216,12 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
     # With an address that others can reach, ranks of an elastic job may join from other hosts.
     elsewhere = int(job.elastic is not None and job.address is not None)
     variables = role_environment(
-        workers, servers=job.servers, evaluators=evaluators, hosts=len(hosts) + elsewhere, handlers=job.handlers
+        workers,
+        servers=job.servers,
+        replicas=job.replicas,
+        evaluators=evaluators,
+        hosts=len(hosts) + elsewhere,
+        handlers=job.handlers,
     )
     limit = {} if job.silence_limit is None else {LOST_AFTER_VARIABLE: job.silence_limit}
     saves = {SAVES: "1"} if job.saves and not job.mpi else {}
@@ -296,6 +303,7 @@ def _supervisor(
         say=say,
         tick=tick,
         finishing=finishing,
+        replicated=[f"server {number}" for number in range(job.servers)] if job.replicas > 1 else (),
         saves=job.saves and not job.mpi,
         lost_after=limit,
         elastic=elastic,

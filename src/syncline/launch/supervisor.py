@@ -109,6 +109,7 @@ class Supervisor:
         say: Callable[[str], None],
         tick: Tick | None = None,
         finishing: Collection[str] = (),
+        replicated: Collection[str] = (),
         saves: bool = False,
         lost_after: float = math.inf,
         elastic: FixedRanks | None = None,
@@ -122,6 +123,8 @@ class Supervisor:
         self._tick = tick
         self._finishing = finishing
         """Names of programs that may finish their work after all ranks have ended."""
+        self._replicated = replicated
+        """Names of servers whose shards other servers hold too. Their loss is no failure of the run."""
         self._saves = saves
         self._end_signal = signal.SIGKILL if saves else signal.SIGTERM
         self._grace = EXIT_TIMEOUT_S
@@ -198,6 +201,12 @@ class Supervisor:
 
     def _fail(self, ended: ProcessExit) -> None:
         if ended.name in self._failures:
+            return
+        if ended.name in self._replicated:
+            if ended.name not in self._reported:
+                self._reported.add(ended.name)
+                self._events.post_dead(ended)
+                self._say(f"{ended.reason(ended.name)}; its replicas continue{_details(ended)}")
             return
         self._first_failure = self._first_failure or time.monotonic()
         self._failures[ended.name] = ended

@@ -158,9 +158,8 @@ class Client:
         """Steps that this worker has pushed."""
         self.status = ClusterStatus()
         self.bytes_logical = 0
-        self.sender = RequestSender(
-            network.transport, description.space_id, description.servers, retry_s, self._handle_reply
-        )
+        chains = [network.chain(server) for server in description.servers]
+        self.sender = RequestSender(network.transport, description.space_id, chains, retry_s, self._handle_reply)
         self._bytes_read = 0
         self._layout = description.layout
         self._lock = network.transport.runtime.lock()
@@ -375,7 +374,7 @@ class Client:
         description = SpaceDescription.from_json(self._ask(protocol.HELLO, [first])[0])
         observer = Client(self.network, description, retry_s=self.sender.retry_s)
         connections = observer.sender.connections
-        first.index = description.servers.index(first.member)
+        first.index = description.servers.index(first.chain[0])
         connections[first.index] = first
         observer._ask(protocol.HELLO, [each for each in connections if each is not first])
         return observer

@@ -48,6 +48,8 @@ class Roles:
     """0: the launcher has started workers only, and sets no variables."""
     servers: int = 0
     evaluators: int = 0
+    replicas: int = 1
+    """The number of servers that hold each shard."""
     number: int = 0
     """The number of this server."""
     one_host: bool = False
@@ -99,7 +101,7 @@ def read_roles(environ: Mapping[str, str] | None = None) -> Roles:
         raise WorldError(f"SYNCLINE_ROLE={role!r} is none of {', '.join(ROLES)}; leave it to `syncline run`")
     servers, evaluators = read.whole("SYNCLINE_SERVERS", 0), read.whole("SYNCLINE_EVALUATORS", 0)
     workers = read.whole("SYNCLINE_WORKERS", None if servers or evaluators else 0)
-    number = read.whole("SYNCLINE_SERVER", 0)
+    number, replicas = read.whole("SYNCLINE_SERVER", 0), read.whole("SYNCLINE_REPLICAS", 1)
     if min(workers, servers, evaluators, number) < 0 or (role == "server" and number >= max(1, servers)):
         raise WorldError(
             f"SYNCLINE_WORKERS={workers}, SYNCLINE_SERVERS={servers}, SYNCLINE_EVALUATORS={evaluators} and "
@@ -110,6 +112,7 @@ def read_roles(environ: Mapping[str, str] | None = None) -> Roles:
         workers=workers,
         servers=servers,
         evaluators=evaluators,
+        replicas=replicas,
         number=number,
         one_host=variables.get("SYNCLINE_HOSTS") == "1",
         rendezvous=read.rendezvous(None, None),
@@ -127,6 +130,18 @@ class ServerNetwork:
     dedicated: bool
     """Whether the servers are processes of their own."""
     evaluators: tuple[int, ...] = ()
+    replicas: int = 1
+    """The number of servers that hold each shard."""
+
+    def chain(self, server: int) -> tuple[int, ...]:
+        """The servers that hold the shard of a server: itself, then the next ones.
+
+        >>> from syncline.transports import SingleTransport
+        >>> ServerNetwork(SingleTransport(), (0,), (1, 2, 3), me=0, dedicated=True, replicas=2).chain(3)
+        (3, 1)
+        """
+        first = self.servers.index(server)
+        return tuple(self.servers[(first + after) % len(self.servers)] for after in range(self.replicas))
 
     @property
     def serves(self) -> bool:
@@ -140,8 +155,12 @@ class ServerNetwork:
         self.transport.close()
 
 
-def network_of(transport: Transport, workers: int, servers: int = 0, evaluators: int = 0) -> ServerNetwork:
+def network_of(
+    transport: Transport, workers: int, servers: int = 0, evaluators: int = 0, replicas: int = 1
+) -> ServerNetwork:
     """The network on a transport whose members have the order above. Without servers every worker serves.
+
+    `replicas` is the number of servers that hold each shard.
 
     >>> from syncline.transports import SingleTransport
     >>> network_of(SingleTransport(), workers=1).servers
@@ -152,6 +171,11 @@ def network_of(transport: Transport, workers: int, servers: int = 0, evaluators:
             f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
             "this transport"
         )
+    if replicas != 1 and not 1 <= replicas <= servers:
+        raise WorldError(
+            f"replicas={replicas} with {servers} dedicated servers: a shard lives on 1 to {max(1, servers)} of them; "
+            "start more servers (syncline run --servers S --replicas R)"
+        )
     end = workers + servers
     network = ServerNetwork(
         transport=transport,
@@ -160,32 +184,41 @@ def network_of(transport: Transport, workers: int, servers: int = 0, evaluators:
         me=transport.rank,
         dedicated=servers > 0,
         evaluators=tuple(range(end, end + evaluators)),
+        replicas=replicas,
     )
     clients = (*network.workers, *network.evaluators)
     transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
     return network
 
 
-def server_network(world: World) -> ServerNetwork:
+def server_network(world: World, replicas: int | None = None) -> ServerNetwork:
     """The world's server network. All workers make it together at the first call. It is closed with the world.
 
-    In an evaluator's process, which has a world of its own, it is the network of the workers.
+    In an evaluator's process, which has a world of its own, it is the network of the workers. On the simulator,
+    `replicas` is the number of servers that hold each shard, as their `network_of` has it; `syncline run --replicas R`
+    sets it otherwise.
 
     >>> import syncline as sl
     >>> with sl.init() as world:
     ...     server_network(world).workers
     (0,)
     """
-    return world.keep(LABEL, lambda: _make_network(world))
+    network = world.keep(LABEL, lambda: _make_network(world, 1 if replicas is None else replicas))
+    if replicas not in (None, network.replicas):
+        raise WorldError(
+            f"replicas={replicas}, and each shard of this network lives on {network.replicas}: give it at the first "
+            "use of the servers on the simulator, or to syncline run (--replicas R)"
+        )
+    return network
 
 
-def _make_network(world: World) -> ServerNetwork:
+def _make_network(world: World, replicas: int) -> ServerNetwork:
     extra = world.transport.extra_roles
     if extra:
         servers = extra.count("server")
         if extra != ("server",) * servers + ("evaluator",) * (len(extra) - servers):
             raise WorldError(f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, no others")
-        return network_of(world.job_channel, world.size, servers, len(extra) - servers)
+        return network_of(world.job_channel, world.size, servers, len(extra) - servers, replicas)
     simulated = world.transport.timing.virtual  # the launcher's variables are not about simulated ranks
     roles = Roles() if simulated else read_roles(world.environ)
     if roles.role != "worker":
@@ -205,7 +238,7 @@ def _make_network(world: World) -> ServerNetwork:
     environment = detect(world.environ) if roles.workers_only else roles.environment(world.rank)
     transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
     world.count_losses_of(transport)
-    return network_of(transport, world.size, roles.servers, roles.evaluators)
+    return network_of(transport, world.size, roles.servers, roles.evaluators, roles.replicas)
 
 
 def join_network(
@@ -220,7 +253,7 @@ def join_network(
     zeromq = importlib.import_module("syncline.transports.zeromq")
     environment = roles.environment()
     transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=join_timeout_s, name_of=roles.name_of)
-    return network_of(transport, roles.workers, roles.servers, roles.evaluators)
+    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas)
 
 
 def import_handlers(environ: Mapping[str, str] | None = None) -> None:

@@ -82,6 +82,7 @@ def open_space(
     parameters: Sequence[int] = (),
     piece: int = MAX_PIECE_ELEMENTS,
     initial: Tensor | None = None,
+    replicas: int | None = None,
     retry_s: float | None = None,
     seed: int = 0,
     client_class: type[Client] = Client,
@@ -89,10 +90,10 @@ def open_space(
     """Open a space. All workers of the world call it, in the same order if there are several spaces.
 
     `servers` are the members that hold its shards (default: all servers), `workers` those with a clock (default: all).
-    The other options are fields of `SpaceDescription` or arguments of `Client`.
+    `replicas` is that of `server_network`. The other options are fields of `SpaceDescription` or arguments of `Client`.
     """
     _check_filters(filters, rules)
-    network = server_network(world)
+    network = server_network(world, replicas)
     server = local_server(world)
     numbers = world.keep(("spaces", name), _SpaceNumbers)
     description = SpaceDescription(
@@ -110,6 +111,7 @@ def open_space(
         mean=mean,
         parent=parent,
         parameters=pack_starts(parameters) if parameters else "",
+        replicas=network.replicas,
     )
     on_close = _wait_for_others(server, description, network)
     client = client_class(network, description, filters=filters, retry_s=retry_s, seed=seed, on_close=on_close)
@@ -203,6 +205,11 @@ def groups_of(network: ServerNetwork, masters: int) -> list[WorkerGroup]:
     [WorkerGroup(master=0, workers=(0, 1, 2)), WorkerGroup(master=3, workers=(3, 4))]
     """
     workers, servers = network.workers, network.servers
+    if network.replicas > 1:
+        raise IncompatibleError(
+            f"masters={masters} with replicas={network.replicas}: a sub-master cannot be replicated; leave one of them "
+            "out (syncline run --replicas R)"
+        )
     if masters > len(workers):
         raise IncompatibleError(f"masters={masters} for {len(workers)} workers: a sub-master has at least one worker")
     if network.dedicated and masters >= len(servers):

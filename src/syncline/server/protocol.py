@@ -18,9 +18,9 @@ from torch import Tensor
 from syncline.errors import ProtocolError
 from syncline.wire import WireHeader
 
-__all__ = ["ReplyHeader", "RequestHeader", "bytes_tensor", "first_tag", "json_body"]
+__all__ = ["RecordHeader", "ReplyHeader", "RequestHeader", "bytes_tensor", "first_tag", "json_body"]
 
-VERSION = 1
+VERSION = 2
 MAX_INLINE_BYTES = 1 << 15
 """The longest body that is sent together with its header."""
 MAX_PIECE_ELEMENTS = 1 << 20
@@ -36,10 +36,12 @@ MAX_CACHED_KEY_LISTS = 64
 
 # Tags on the transport. All requests share one tag. Each space has its own tags for bodies and replies, so that clients
 # of different spaces in one process do not receive each other's messages.
-REQUEST_TAG = 1
+REQUEST_TAG, RECORD_BODY_TAG = 1, 2
 BODY_TAG, REPLY_TAG, DATA_TAG = 0, 1, 1 + REPLY_SLOTS
 TAGS_PER_SPACE = 256
 TAG_RANGES = 1 << 18
+REPLICA_TAG_RANGES = 1009
+"""Ranges of tags between those of a space's shards at one server: its own, and those that it is a replica of."""
 
 # Kinds of requests.
 HELLO, PUSH, PULL, PUSH_PULL, CONTROL, BYE = range(1, 7)
@@ -71,10 +73,14 @@ REPLY_ENCODED = 2
 
 FLOAT32 = 1
 
-# The padding aligns the keys that follow.
-_REQUEST = WireHeader(b"SLRQ", VERSION, fields="BHHHIIIqqQQQQQddQQ", padding=4)
+# Kinds of records, which a server sends to the next replica of a shard; `ACKED` is the answer.
+REQUESTED, REJECTED, LOST, LEFT, ACKED = range(1, 6)
+
+# The keys that follow a header are aligned to 8 bytes.
+_REQUEST = WireHeader(b"SLRQ", VERSION, fields="BHHHIIIqqQQQQQddQQI")
 _REPLY = WireHeader(b"SLRP", VERSION, fields="BHHHIQqqQQ", padding=4)
-REQUEST_BYTES, REPLY_BYTES = _REQUEST.nbytes, _REPLY.nbytes
+_RECORD = WireHeader(b"SLRC", VERSION, fields="BHIQ")
+REQUEST_BYTES, REPLY_BYTES, RECORD_BYTES = _REQUEST.nbytes, _REPLY.nbytes, _RECORD.nbytes
 
 
 class RequestHeader(NamedTuple):
@@ -114,6 +120,8 @@ class RequestHeader(NamedTuple):
     """The digest of the list of keys, where the server remembers lists."""
     length: int = 0
     """Bytes of the body."""
+    replica: int = 0
+    """0: the request is about the server's own shard; n: about that of the n-th server before it, which it replaces."""
 
     @property
     def repeats(self) -> bool:
@@ -169,13 +177,42 @@ class ReplyHeader(NamedTuple):
         return found
 
 
-def first_tag(space_id: int) -> int:
-    """The first of a space's tags.
+class RecordHeader(NamedTuple):
+    """A record from one replica of a shard to the next, or the answer. The fields have this order on the wire.
+
+    After it come the header of the client's request and, if it is short, the body.
+
+    >>> RecordHeader.read(RecordHeader(kind=LOST, shard=1, member=2, number=7).pack()).number
+    7
+    """
+
+    kind: int
+    shard: int
+    """The number of the server whose shard it is."""
+    member: int = 0
+    """The client."""
+    number: int = 0
+    """Counts the records of the shard, from 1 on. In an answer: all records up to here are on all later replicas."""
+
+    def pack(self) -> bytes:
+        return _RECORD.pack(*self)
+
+    @staticmethod
+    def read(data: bytes | memoryview) -> RecordHeader:
+        """Unpack a record, or raise a `ProtocolError`."""
+        found = RecordHeader(*_RECORD.read(data, _refuse_record))
+        if not REQUESTED <= found.kind <= ACKED:
+            raise ProtocolError(f"a record of unknown kind {found.kind}")
+        return found
+
+
+def first_tag(space_id: int, replica: int = 0) -> int:
+    """The first of a space's tags. A server that replaces others has separate tags for each of their shards.
 
     >>> first_tag(7) + DATA_TAG
     2113
     """
-    return TAGS_PER_SPACE * (1 + space_id % TAG_RANGES)
+    return TAGS_PER_SPACE * (1 + (space_id + REPLICA_TAG_RANGES * replica) % TAG_RANGES)
 
 
 def bytes_tensor(data: bytes) -> Tensor:
@@ -194,6 +231,10 @@ def json_body(value: Any) -> Tensor:
 
 def _refuse_request(reason: str) -> ProtocolError:
     return ProtocolError(f"a request was refused: {reason}")
+
+
+def _refuse_record(reason: str) -> ProtocolError:
+    return ProtocolError(f"a record was refused: {reason}")
 
 
 def _refuse_reply(reason: str) -> ProtocolError:

@@ -436,8 +436,8 @@ class RequestHandler:
             raise ProtocolError(f"request {number} claims to follow {max(header.acked, header.after)}")
         for old in session.acknowledge(header.acked):
             self._pool.give_back(old.body)
-        if number in session.replies:  # a reply that cannot be lost is sent once
-            return [session.replies[number]] if header.repeats else []
+        if number in session.replies:
+            return [session.replies[number]]
         return None if session.is_new(number) else []
 
     def _serve(self, session: ClientSession, request: DeferredRequest) -> list[OutgoingReply]:
@@ -458,6 +458,8 @@ class RequestHandler:
             if not shard.description.keeps_pushes and request.keys is None:
                 self._pool.give_back(request.body)
             return [self._reply(session, header, late=request.late, staleness=request.staleness)]
+        if header.kind == protocol.PULL:
+            shard.skip_to(session.member, header.clock)
         if not shard.may_read(header.min_clock, session.member):
             session.deferred[header.number] = request
             return []

@@ -1,15 +1,18 @@
-"""Sends a client's requests to the servers and receives the replies, each once, also on a network that loses messages.
+"""Sends a client's requests to the servers and receives the replies, each once, also if messages or servers are lost.
 
 ::
 
     send ─► in-flight limit? ─► number ─► wire ─┐
               └ reached: finish the oldest       ▼
     finish ◄── on_reply ◄── out filled ◄── reply ── server        no reply: send again what may be lost
+                                              ╳                   lost: send everything again, to the next replica
+
+A request that is sent again has the same number, so that it counts once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -49,6 +52,10 @@ class PendingRequest:
     error: Exception | None = None
     finished: bool = False
     """Whether `reply` or `error` is set."""
+    replica: int = 0
+    """The place in the shard's chain of the server from which the reply is expected."""
+    replied: bool = False
+    """Whether the reply's header has arrived, so that another server is not asked again."""
     reply_receive: BytesHandle | None = None
     data_receive: Handle | None = None
     sends: list[Handle] = field(default_factory=list)
@@ -75,13 +82,18 @@ class PendingRequest:
 
 
 class ServerConnection:
-    """One client's requests to one server: their numbers, and their messages."""
+    """One client's requests to one shard: their numbers, and their messages.
 
-    def __init__(self, transport: Transport, member: int, index: int, space_id: int) -> None:
+    The shard lives on the servers of `chain`. The client talks to the first of them that is not lost.
+    """
+
+    def __init__(self, transport: Transport, chain: Sequence[int], index: int, space_id: int) -> None:
         self.transport = transport
-        self.member = member
+        self.chain = tuple(chain)
+        self.replica = 0
+        """The place in the chain of the server that gets the requests."""
         self.index = index
-        """The server's number in the space."""
+        """The shard's number in the space."""
         self.last_number = 0
         self.last_push = 0
         """The number of the latest push. The server handles reads after it."""
@@ -94,10 +106,17 @@ class ServerConnection:
         the caller uses again.
         """
         self.pending: dict[int, PendingRequest] = {}
-        self._first_tag = protocol.first_tag(space_id)
+        self._first_tags = [protocol.first_tag(space_id, replica) for replica in range(len(self.chain))]
         self._finished: set[int] = set()
         self._wire = transport.runtime.lock()
-        """Held while a header and its body are sent, so that no other task sends a body between them."""
+        """Held while a header and its body are sent, so that no other task sends a body between them; and while the
+        connection moves to another server.
+        """
+
+    @property
+    def member(self) -> int:
+        """The server that gets the requests."""
+        return self.chain[self.replica]
 
     def blocking_request(self) -> PendingRequest | None:
         """The oldest request, if its reply must arrive before another request is sent; else None."""
@@ -125,12 +144,11 @@ class ServerConnection:
 
     def post_and_send(self, pending: PendingRequest) -> None:
         """Post the receives of the reply, and send the request."""
-        self._post_reply(pending)
-        out = pending.out
-        large = out is not None and 4 * out.numel() > protocol.MAX_INLINE_BYTES
-        if large and out is not None and pending.view is None and pending.data_receive is None:
-            pending.data_receive = self._receive_data(pending, out)
-        self.transmit(pending)
+        with self._wire:
+            self._post(pending)
+            replica, error = self.replica, self._try_transmit(pending)
+        if error is not None and not self.fail_over(pending, replica):
+            raise error
 
     def send_with_keys(self, pending: PendingRequest) -> None:
         """Send a request again, under the same number, with the list of keys that the server does not remember."""
@@ -141,19 +159,70 @@ class ServerConnection:
             pending.header = pending.header._replace(flags=flags, length=pending.body.numel())
         self.post_and_send(pending)
 
-    def transmit(self, pending: PendingRequest) -> None:
-        """Send a request, for the first time or again."""
+    def send_again(self, pending: PendingRequest) -> None:
+        """Send a request that may be lost once more."""
         with self._wire:
-            if pending.finished:
-                return
-            header, transport = pending.header, self.transport
-            if header.length <= protocol.MAX_INLINE_BYTES:
-                message = (header.pack(), pending.body.numpy().data)
-                transport.send_bytes(message, self.member, protocol.REQUEST_TAG, lossy=header.repeats)
-            else:
-                transport.send_bytes((header.pack(),), self.member, protocol.REQUEST_TAG)
-                tag = self._first_tag + protocol.BODY_TAG
-                pending.sends.append(transport.send(pending.body, self.member, tag, exact=True))
+            replica, error = self.replica, self._try_transmit(pending)
+        if error is not None and not self.fail_over(pending, replica):
+            raise error
+
+    def fail_over(self, pending: PendingRequest, replica: int) -> bool:
+        """If the server of a request is gone, send all requests without a reply to the next replica.
+
+        `replica` is the place of the server that has failed the request. Another task may have sent the request to the
+        next one since. Returns False if the server is not gone, or if no replica is left.
+        """
+        with self._wire:
+            if pending.replica != replica:
+                return True
+            pending.replied = False
+            while True:
+                if self.transport.gone_reason(self.member):
+                    if self.replica + 1 == len(self.chain):
+                        return False
+                    self.replica += 1
+                if pending.replica == self.replica:
+                    return False
+                unanswered = [each for each in list(self.pending.values()) if each.reply_receive and not each.replied]
+                for each in sorted(unanswered, key=lambda each: each.header.number):
+                    if each.replica != self.replica:
+                        self._post(each)
+                        error = self._try_transmit(each)
+                        if error is not None and not self.transport.gone_reason(self.member):
+                            raise error
+                if not self.transport.gone_reason(self.member):
+                    return True
+
+    def _post(self, pending: PendingRequest) -> None:
+        """Post the receives of the reply."""
+        self.cancel_receive(pending)
+        pending.replica, pending.replied = self.replica, False
+        self._post_reply(pending)
+        out = pending.out
+        if out is not None and 4 * out.numel() > protocol.MAX_INLINE_BYTES and pending.view is None:
+            pending.data_receive = self._receive_data(pending, out)
+
+    def _try_transmit(self, pending: PendingRequest) -> PeerLostError | None:
+        """Send a request; return the error if its server is lost."""
+        try:
+            self._transmit(pending)
+        except PeerLostError as error:
+            return error
+        return None
+
+    def _transmit(self, pending: PendingRequest) -> None:
+        if pending.finished:
+            return
+        header, transport, member = pending.header, self.transport, self.member
+        if self.replica:
+            header = header._replace(replica=self.replica)
+        if header.length <= protocol.MAX_INLINE_BYTES:
+            message = (header.pack(), pending.body.numpy().data)
+            transport.send_bytes(message, member, protocol.REQUEST_TAG, lossy=header.repeats)
+        else:
+            transport.send_bytes((header.pack(),), member, protocol.REQUEST_TAG)
+            tag = self._first_tags[self.replica] + protocol.BODY_TAG
+            pending.sends.append(transport.send(pending.body, member, tag, exact=True))
 
     def release(self, pending: PendingRequest) -> None:
         """Drop the tensors of a finished request: other objects may still refer to it."""
@@ -167,23 +236,38 @@ class ServerConnection:
         runtime = self.transport.runtime
         deadline = runtime.now() + self.transport.timeout
         while True:
-            assert pending.reply_receive is not None
+            posted, replica = pending.reply_receive, pending.replica
+            assert posted is not None
             try:
-                pending.reply_receive.wait(retry_s)
+                posted.wait(retry_s)
+                reply, header = ReplyHeader.read(posted.data), pending.header
+                asked_twice = reply.status == protocol.NEED_KEYS and not pending.may_need_keys
+                if (reply.space, reply.number) != (header.space, header.number) or asked_twice:
+                    self._post_reply_again(pending, posted)  # a duplicate, or a reply of a space with the same tags
+                elif self._mark_replied(pending, posted):
+                    self._read_body(pending, reply, posted.data)
+                    return reply
             except PeerLostError:
-                lost = self.transport.members[self.member] in self.transport.lost()
-                if lost or retry_s is None or runtime.now() >= deadline:
+                if pending.reply_receive is not posted or self.fail_over(pending, replica):
+                    continue  # it was sent to another server
+                gone = self.transport.gone_reason(self.member)
+                if gone or retry_s is None or runtime.now() >= deadline:
                     raise
-                self._post_reply(pending)
+                self._post_reply_again(pending, posted)
                 send_again()
-                continue
-            data = pending.reply_receive.data
-            reply, header = ReplyHeader.read(data), pending.header
-            asked_twice = reply.status == protocol.NEED_KEYS and not pending.may_need_keys
-            if (reply.space, reply.number) == (header.space, header.number) and not asked_twice:
-                self._read_body(pending, reply, data)
-                return reply
-            self._post_reply(pending)  # a duplicate of an old reply, or one of a space with the same tags
+
+    def _mark_replied(self, pending: PendingRequest, posted: BytesHandle) -> bool:
+        """Record that the reply has arrived; False if the request was sent to another server meanwhile."""
+        if len(self.chain) == 1:
+            return True
+        with self._wire:
+            pending.replied = pending.reply_receive is posted
+            return pending.replied
+
+    def _post_reply_again(self, pending: PendingRequest, posted: BytesHandle) -> None:
+        with self._wire:
+            if pending.reply_receive is posted:
+                self._post_reply(pending)
 
     def cancel_receive(self, pending: PendingRequest) -> None:
         """Cancel the receive of the reply's values: their memory belongs to the caller again."""
@@ -193,12 +277,12 @@ class ServerConnection:
             pending.data_receive = None
 
     def _post_reply(self, pending: PendingRequest) -> None:
-        tag = self._first_tag + protocol.REPLY_TAG + pending.header.number % protocol.REPLY_SLOTS
-        pending.reply_receive = self.transport.recv_bytes(MAX_REPLY_BYTES, self.member, tag)
+        tag = self._first_tags[pending.replica] + protocol.REPLY_TAG + pending.header.number % protocol.REPLY_SLOTS
+        pending.reply_receive = self.transport.recv_bytes(MAX_REPLY_BYTES, self.chain[pending.replica], tag)
 
     def _receive_data(self, pending: PendingRequest, buffer: Tensor) -> Handle:
-        tag = self._first_tag + protocol.DATA_TAG + pending.header.number % protocol.REPLY_SLOTS
-        return self.transport.recv(buffer, self.member, tag, exact=True)
+        tag = self._first_tags[pending.replica] + protocol.DATA_TAG + pending.header.number % protocol.REPLY_SLOTS
+        return self.transport.recv(buffer, self.chain[pending.replica], tag, exact=True)
 
     def _read_body(self, pending: PendingRequest, reply: ReplyHeader, data: memoryview) -> None:
         inline = reply.length if reply.length <= protocol.MAX_INLINE_BYTES else 0
@@ -242,11 +326,11 @@ class RequestSender:
         self,
         transport: Transport,
         space_id: int,
-        servers: tuple[int, ...],
+        chains: Sequence[Sequence[int]],
         retry_s: float | None,
         on_reply: Callable[[PendingRequest, ReplyHeader], None],
     ) -> None:
-        self.connections = [ServerConnection(transport, member, at, space_id) for at, member in enumerate(servers)]
+        self.connections = [ServerConnection(transport, chain, at, space_id) for at, chain in enumerate(chains)]
         self.retry_s = retry_s
         self.bytes_sent = 0
         self._space_id = space_id
@@ -352,4 +436,4 @@ class RequestSender:
         for connection in self.connections:
             for pending in list(connection.pending.values()):
                 if pending.header.repeats and not pending.finished:
-                    connection.transmit(pending)
+                    connection.send_again(pending)

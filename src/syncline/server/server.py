@@ -4,7 +4,8 @@
 
     client 2:   header ─► body, received into its buffer ─► RequestHandler (one at a time) ─► send the replies
 
-If the transport calls a listener for each message, no task waits here. Otherwise one task for each client does.
+With replicas, each shard that this server holds has a `ReplicaChain` around its handler. If the transport calls a
+listener for each message, no task waits here. Otherwise one task for each client does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from syncline.runtime import Event, Task
 from syncline.server import protocol
 from syncline.server.client import Client
 from syncline.server.network import ServerNetwork
-from syncline.server.protocol import MAX_BODY_BYTES, REQUEST_BYTES, RequestHeader
+from syncline.server.protocol import MAX_BODY_BYTES, RECORD_BYTES, REQUEST_BYTES, RecordHeader, RequestHeader
+from syncline.server.replication import ReplicaChain, ReplicaRecord
 from syncline.server.request_handler import OutgoingReply, ReplyBuffers, RequestHandler, refuse
 from syncline.server.space import SpaceDescription
 from syncline.server.sub_master import AggregatingShard, Relay
@@ -40,6 +42,7 @@ logger = logging.getLogger("syncline")
 
 SPACE_OFFSET, NUMBER_OFFSET = 12, 40
 """Bytes before a request's space and number in its header."""
+MAX_MESSAGE_BYTES = RECORD_BYTES + REQUEST_BYTES + protocol.MAX_INLINE_BYTES
 MAX_BODIES_IN_FLIGHT = 2
 """Bodies of one client that are received at once: the next arrives while one is handled."""
 
@@ -51,7 +54,15 @@ class _Incoming:
     header: RequestHeader
     refusal: str
     body: Tensor | None
+    record: RecordHeader | None = None
+    """If another server has sent it as a record."""
     receiving: bool = False
+
+    @property
+    def body_tag(self) -> int:
+        if self.record is not None:
+            return protocol.RECORD_BODY_TAG
+        return protocol.first_tag(self.header.space, self.header.replica) + protocol.BODY_TAG
 
 
 class Server:
@@ -63,7 +74,11 @@ class Server:
         self._runtime = network.transport.runtime
         self._lock = self._runtime.lock()
         self._pool = ReplyBuffers(self._runtime.lock())
-        self.handler = RequestHandler(lambda space: space.servers.index(network.me), self._pool, network.workers)
+        self.handler = RequestHandler(self._shard_numbers(network.me), self._pool, network.workers)
+        self.chains: dict[int, ReplicaChain] = {}
+        """With replicas: by the number of the server whose shard it is."""
+        if network.replicas > 1:
+            self.chains = {chain.shard: chain for chain in map(self._make_chain, range(network.replicas))}
         self._changed: Event = self._runtime.event()
         self._member_gone: Event = self._runtime.event()
         self._closed = False
@@ -76,11 +91,33 @@ class Server:
         self._relays: dict[int, Relay] = {}
         self._parent_clients: dict[int, Client] = {}
 
+    def _shard_numbers(self, server: int) -> Callable[[SpaceDescription], int]:
+        """Gives the number of a server's shard in a space. The space must have as many replicas as this network."""
+
+        def number(space: SpaceDescription) -> int:
+            if space.replicas != self.network.replicas:
+                raise ProtocolError(
+                    f"space {space.name!r} has replicas={space.replicas}, and this server has {self.network.replicas}: "
+                    "start all processes with the same number"
+                )
+            return space.servers.index(server)
+
+        return number
+
+    def _make_chain(self, place: int) -> ReplicaChain:
+        """The chain in which this server has a place: 0 for its own shard, n for that of the n-th server before."""
+        network, me = self.network, self.network.me
+        shard = (network.servers.index(me) - place) % len(network.servers)
+        server, handler = network.servers[shard], self.handler
+        if place:
+            handler = RequestHandler(self._shard_numbers(server), self._pool, network.workers)
+        return ReplicaChain(shard, network.chain(server), me, handler, self._send_record)
+
     def start(self) -> Server:
         """Begin to serve."""
         if self.network.dedicated:
             torch.set_num_threads(1)  # additions are limited by memory; OpenMP's threads would spin between pieces
-        network, most = self.network, REQUEST_BYTES + protocol.MAX_INLINE_BYTES
+        network, most = self.network, MAX_MESSAGE_BYTES
         self._transport.monitor.set_undelivered(self._describe_awaited, self._awaited_worker)
         self._listening = self._transport.listen(protocol.REQUEST_TAG, most, self._on_request, self._on_member_gone)
         if self._listening is None:
@@ -92,13 +129,16 @@ class Server:
 
     def _awaited_worker(self) -> int | None:
         """The worker whose step the deferred reads wait for. Clients that wait for replies name it in errors."""
-        with self._lock:
-            slowest = self.handler.slowest()
+        slowest = self._slowest()
         return None if slowest is None else self._transport.members[slowest[0]]
 
-    def _describe_awaited(self) -> str:
+    def _slowest(self) -> tuple[int, int] | None:
         with self._lock:
-            slowest = self.handler.slowest()
+            heads = [chain.handler for chain in self.chains.values() if chain.is_head] or [self.handler]
+            return next(filter(None, (handler.slowest() for handler in heads)), None)
+
+    def _describe_awaited(self) -> str:
+        slowest = self._slowest()
         return "" if slowest is None else f"reads, which wait for worker {slowest[0]} (its clock: {slowest[1]})"
 
     def join(self) -> None:
@@ -168,6 +208,11 @@ class Server:
         """A header has arrived; a short body is with it."""
         if self._closed or member in self._gone:
             return
+        record = None
+        if self.chains and member in self.network.servers:
+            record, data = self._read_record(member, data)
+            if record is None:
+                return
         header, refusal = self._read_header(member, data)
         if header is None:
             return
@@ -176,26 +221,28 @@ class Server:
             queue = self._incoming[member] = deque()
         long = header.length > protocol.MAX_INLINE_BYTES
         if not queue and not refusal and not long:  # the usual case
-            self._act(partial(self.handler.handle, member, header, _copy_body(data)))
+            self._handle(member, header, _copy_body(data), record)
             return
-        queue.append(_Incoming(header, refusal, None if long else _copy_body(data)))
+        queue.append(_Incoming(header, refusal, None if long else _copy_body(data), record))
         self._handle_arrived(member, queue)
 
     def _handle_arrived(self, member: int, queue: deque[_Incoming]) -> None:
         """Handle the requests that are complete, in order, and receive the next bodies."""
         while queue and queue[0].body is not None:
             incoming = queue.popleft()
-            if incoming.refusal:
+            if incoming.refusal and incoming.record is not None:
+                queue.clear()  # the other server is lost: it has not sent the body
+            elif incoming.refusal:
                 self._reject(member, incoming.header, incoming.refusal)
             elif incoming.body is not None:
-                self._act(partial(self.handler.handle, member, incoming.header, incoming.body))
+                self._handle(member, incoming.header, incoming.body, incoming.record)
         assert self._listening is not None, "it has called this"
         for incoming in list(queue)[:MAX_BODIES_IN_FLIGHT]:
             if incoming.body is None and not incoming.receiving:
                 incoming.receiving = True
                 buffer = self._pool.take(0 if incoming.refusal else incoming.header.length)
-                tag = protocol.first_tag(incoming.header.space) + protocol.BODY_TAG
-                self._listening.fetch(buffer, member, tag, partial(self._on_body, member, incoming, buffer))
+                done = partial(self._on_body, member, incoming, buffer)
+                self._listening.fetch(buffer, member, incoming.body_tag, done)
 
     def _on_body(self, member: int, incoming: _Incoming, body: Tensor, error: Exception | None) -> None:
         """A body has arrived. The body of a refused request is received into an empty buffer, and dropped."""
@@ -214,8 +261,7 @@ class Server:
         with self._lock:
             self._gone.add(member)
             self._member_gone.set()
-        left = self._transport.members[member] not in self._transport.lost()
-        self._act(partial(self.handler.lose, member, left))
+        self._lose(member, left=self._transport.members[member] not in self._transport.lost())
 
     # Transports without listeners: a task for each client.
 
@@ -226,10 +272,10 @@ class Server:
             if not self._closed:
                 logger.debug("server %d: member %d is gone: %s", self.network.me, member, error)
         if not self._closed:
-            self._act(partial(self.handler.lose, member))
+            self._lose(member, left=False)
 
     def _receive_requests(self, member: int) -> None:
-        buffer = torch.empty(REQUEST_BYTES + protocol.MAX_INLINE_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(MAX_MESSAGE_BYTES, dtype=torch.uint8)
         view = buffer.numpy().data
         while not self._closed:
             receive = self._transport.recv(buffer, member, protocol.REQUEST_TAG)
@@ -238,20 +284,25 @@ class Server:
             except ProtocolError as error:
                 self._refuse_unreadable(member, view[:0], str(error))
                 continue
-            header, refusal = self._read_header(member, view[: receive.nbytes])
+            record, data = None, view[: receive.nbytes]
+            if self.chains and member in self.network.servers:
+                record, data = self._read_record(member, data)
+                if record is None:
+                    continue
+            header, refusal = self._read_header(member, data)
             if header is None:
                 continue
             if header.length > protocol.MAX_INLINE_BYTES:
-                self._receive_body(member, header, refusal)
+                self._receive_body(member, _Incoming(header, refusal, None, record))
             elif refusal:
                 self._reject(member, header, refusal)
             else:
-                self._act(partial(self.handler.handle, member, header, _copy_body(view[: receive.nbytes])))
+                self._handle(member, header, _copy_body(data), record)
 
-    def _receive_body(self, member: int, header: RequestHeader, refusal: str) -> None:
-        tag = protocol.first_tag(header.space) + protocol.BODY_TAG
-        if refusal:  # a receive into an empty buffer drops the body
-            self._reject(member, header, refusal)
+    def _receive_body(self, member: int, incoming: _Incoming) -> None:
+        header, tag = incoming.header, incoming.body_tag
+        if incoming.refusal:  # a receive into an empty buffer drops the body
+            self._reject(member, header, incoming.refusal)
             with suppress(ProtocolError):
                 self._transport.recv(torch.empty(0, dtype=torch.uint8), member, tag).wait(math.inf)
             return
@@ -261,7 +312,7 @@ class Server:
         except ProtocolError as error:
             self._reject(member, header, str(error))
         else:
-            self._act(partial(self.handler.handle, member, header, body))
+            self._handle(member, header, body, incoming.record)
 
     # Both kinds of transports.
 
@@ -279,9 +330,55 @@ class Server:
             return header, f"a body of {header.length} B; at most {MAX_BODY_BYTES} B are allowed"
         return header, ""
 
+    def _read_record(self, member: int, data: memoryview) -> tuple[RecordHeader | None, memoryview]:
+        """The header of a record, and the request after it; None if nothing is to be done about the request."""
+        try:
+            record = RecordHeader.read(data)
+            chain = self.chains.get(record.shard)
+            if chain is None:
+                raise ProtocolError(f"a record of shard {record.shard}: this server has {sorted(self.chains)}")
+        except ProtocolError as error:
+            self._refusals.warn(f"server {self.network.me} drops a record of member {member}: {error}")
+            return None, data
+        if record.kind == protocol.ACKED:
+            self._act(partial(chain.acknowledge, member, record.number), chain.place)
+            return None, data
+        return record, data[RECORD_BYTES:]
+
+    def _handle(self, member: int, header: RequestHeader, body: Tensor, record: RecordHeader | None = None) -> None:
+        """Handle a complete request, of a client or as the record of another server."""
+        if not self.chains and not header.replica:
+            self._act(partial(self.handler.handle, member, header, body))
+        elif record is not None:
+            self._act(partial(self.chains[record.shard].receive, member, ReplicaRecord(record, header, body)))
+        elif (chain := self._chain_of(header)) is not None:
+            self._act(partial(chain.request, member, header, body), chain.place)
+        else:
+            reason = f"replica {header.replica} of a shard on another server, and this one has {len(self.chains)}"
+            self._send(refuse(member, header, reason), header.replica)
+
+    def _chain_of(self, header: RequestHeader) -> ReplicaChain | None:
+        if header.replica >= len(self.chains):
+            return None
+        servers = self.network.servers
+        return self.chains[(servers.index(self.network.me) - header.replica) % len(servers)]
+
+    def _lose(self, member: int, left: bool) -> None:
+        """Tell the handlers that a member is gone."""
+        for chain in self.chains.values():
+            self._act(partial(chain.lose, member, left), chain.place)
+        if not self.chains:
+            self._act(partial(self.handler.lose, member, left))
+
     def _reject(self, member: int, header: RequestHeader, reason: str) -> None:
         self._refusals.warn(f"server {self.network.me} refuses a request of member {member}: {reason}")
-        self._act(partial(self.handler.reject, member, header, reason))
+        chain = self._chain_of(header)
+        if chain is None:
+            self._act(partial(self.handler.reject, member, header, reason))
+        else:
+            text = protocol.bytes_tensor(reason.encode()[: protocol.MAX_INLINE_BYTES])
+            refused = header._replace(length=text.numel())
+            self._act(partial(chain.request, member, refused, text, protocol.REJECTED), chain.place)
 
     def _refuse_unreadable(self, member: int, data: memoryview, reason: str) -> None:
         """Refuse a header that cannot be read, under the number that it seems to have."""
@@ -291,8 +388,8 @@ class Server:
         space = struct.unpack_from("<I", data, SPACE_OFFSET)[0] if whole else 0
         self._send(refuse(member, RequestHeader(protocol.PUSH, space=space, number=number), reason))
 
-    def _act(self, action: Callable[[], list[OutgoingReply]]) -> None:
-        """Call the request handler, alone, and send the replies."""
+    def _act(self, action: Callable[[], list[OutgoingReply]], replica: int = 0) -> None:
+        """Call the request handler, alone, and send the replies. `replica` is that of the requests."""
         with self._lock:
             replies = action()
             if not self._changed.is_set():
@@ -300,11 +397,26 @@ class Server:
             if self.handler.has_sub_masters:
                 self._update_relays()
         for reply in replies:
-            self._send(reply)
+            self._send(reply, replica)
 
-    def _send(self, reply: OutgoingReply) -> None:
+    def _send_record(self, member: int, record: ReplicaRecord) -> None:
+        """Send a record, or an acknowledgement, to another server of a chain."""
+        header, request, body, transport = record.header, record.request, record.body, self._transport
+        try:
+            if header.kind == protocol.ACKED:
+                transport.send_bytes((header.pack(),), member, protocol.REQUEST_TAG)
+                return
+            long = body.numel() > protocol.MAX_INLINE_BYTES
+            parts = (header.pack(), request.pack()) if long else (header.pack(), request.pack(), body.numpy().data)
+            transport.send_bytes(parts, member, protocol.REQUEST_TAG)
+            if long:
+                transport.send(body, member, protocol.RECORD_BODY_TAG, exact=True)
+        except SynclineError as error:  # it is sent again to the next one when the loss is known
+            logger.debug("server %d could not send a record to member %d: %s", self.network.me, member, error)
+
+    def _send(self, reply: OutgoingReply, replica: int = 0) -> None:
         header, body, member, transport = reply.header, reply.body, reply.member, self._transport
-        tags, slot = protocol.first_tag(header.space), header.number % protocol.REPLY_SLOTS
+        tags, slot = protocol.first_tag(header.space, replica), header.number % protocol.REPLY_SLOTS
         tag = tags + protocol.REPLY_TAG + slot
         try:
             if body is None or body.numel() <= protocol.MAX_INLINE_BYTES:

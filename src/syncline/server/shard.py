@@ -214,6 +214,13 @@ class ParameterShard:
             self.clocks.set(worker, clock)
         self.clocks.check(worker, clock)
 
+    def skip_to(self, worker: int, clock: int) -> None:
+        """Note that a worker reads at a clock. It pushes no earlier step any more: it was late at another server."""
+        may_skip = self.description.synchronous and self.description.quorum < 1.0
+        if may_skip and self.clocks.of.get(worker, clock) < clock <= self.open_step + MAX_STEPS_AHEAD:
+            self.clocks.set(worker, clock)
+            self.close_steps()
+
     def is_far_ahead(self, clock: int) -> bool:
         """Whether a synchronous step is too far ahead of the open one to be kept."""
         return self.description.synchronous and clock > self.open_step + MAX_STEPS_AHEAD

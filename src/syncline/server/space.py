@@ -167,6 +167,8 @@ class SpaceDescription:
     """
     parameters: str = ""
     """The first key of each parameter, packed by `pack_starts`. A step may leave whole parameters out."""
+    replicas: int = 1
+    """The number of servers that hold each shard."""
 
     @cached_property
     def space_id(self) -> int:
@@ -225,6 +227,7 @@ class SpaceDescription:
                 mean=bool(fields["mean"]),
                 parent=_text(fields["upward"], MAX_DESCRIPTION_BYTES),
                 parameters=_text(fields["parameters"], MAX_DESCRIPTION_BYTES),
+                replicas=_integer(fields["replicas"], 1, 1 << 15),
             )
             description.check()
         except SynclineError:
@@ -247,6 +250,8 @@ class SpaceDescription:
         _ = self.built_codec
         if not self.parameter_starts and self.parameters:
             raise ProtocolError("the first keys of the parameters are missing")
+        if self.parent and self.replicas > 1:
+            raise ProtocolError(f"a sub-master has no replicas (replicas: {self.replicas}): its sums are its own")
         if self.parent:
             parent = SpaceDescription.from_json(self.parent.encode())
             if (parent.numel, parent.bounds) != (self.numel, self.bounds):

@@ -21,6 +21,7 @@ from syncline.server.shard import ParameterShard
 from syncline.server.space import SpaceLayout
 from syncline.transports import Transport
 from syncline.transports.faults import Fault
+from syncline.transports.simulated import kill_rank
 
 ACKED, LATE = "acked", "late"
 
@@ -121,20 +122,44 @@ class Remembered(dict[int, ParameterShard]):
 class Servers:
     """Dedicated servers of a simulation, `extra=servers.members`; their spaces can be looked at afterwards."""
 
-    def __init__(self, workers: int, servers: int) -> None:
-        self._workers, self._servers = workers, servers
+    def __init__(self, workers: int, servers: int, replicas: int = 1) -> None:
+        self._workers, self._servers, self._replicas = workers, servers, replicas
         self.shards: dict[int, Remembered] = {}
+        """By server: its own shards."""
+        self._held: dict[tuple[int, int], Remembered] = {}
+        """By server, and by the server whose shards they are."""
         self.members = [self._serve] * servers
+        self._transports: dict[int, Transport] = {}
 
     def _serve(self, transport: Transport) -> None:
-        network = network_of(transport, self._workers, self._servers)
-        server = Server(network)
-        server.handler.shards = self.shards[network.me - self._workers] = Remembered()
+        network = network_of(transport, self._workers, self._servers, replicas=self._replicas)
+        server, me = Server(network), network.me - self._workers
+        self._transports[me] = transport
+        handlers = {shard: chain.handler for shard, chain in server.chains.items()} or {me: server.handler}
+        for shard, handler in handlers.items():
+            handler.shards = self._held[me, shard] = Remembered()
+        self.shards[me] = self._held[me, me]
         server.start().join()
 
-    def weights(self) -> Tensor:
-        """What the servers hold of the one space there was."""
-        return torch.cat([self.shards[server].all[-1].weights for server in range(self._servers)])
+    def kill_soon(self, server: int) -> None:
+        """Kill a server, at a moment that the seed draws in chaos mode."""
+        if server in self._transports:
+            kill_rank(self._transports[server])
+
+    def weights(self, killed: Sequence[int] = (), shards: int | None = None) -> Tensor:
+        """What the servers that live hold of the first space.
+
+        All replicas hold the same, unless a worker was killed: nobody waits until all have its last requests.
+        """
+        found, complete = [], not any(member < self._workers for member in killed)
+        for shard in range(self._servers if shards is None else shards):
+            chain = [(shard + after) % self._servers for after in range(self._replicas)]
+            living = [self._held[each, shard].all[0] for each in chain if each + self._workers not in killed]
+            for replica in living[1:] if complete else ():
+                assert torch.equal(replica.weights, living[0].weights), f"the replicas of shard {shard} differ"
+                assert replica.clocks.of == living[0].clocks.of, f"the clocks of shard {shard} differ"
+            found.append(living[0].weights)
+        return torch.cat(found)
 
 
 def steps_in(row: Tensor) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -38,6 +39,19 @@ class Case:
     pushed: bool
     retry: float | None
     caches: bool
+    replicas: int = 1
+    dooms: tuple[tuple[int, int, int], ...] = ()
+    """Servers that are killed, each in which step of which worker."""
+
+    @staticmethod
+    def draw_replicated(consistency: str, seed: int) -> Case:
+        """A case in which each shard has replicas, of which one survives."""
+        case, draw = Case.draw(consistency, seed), random.Random(f"replicas/{consistency}/{seed}")
+        servers = draw.randint(2, 4)
+        replicas = draw.randint(2, min(3, servers))
+        killed = draw.sample(range(servers), draw.randint(1, replicas - 1))
+        dooms = [(each, draw.randrange(case.tags.steps), draw.randrange(case.tags.workers)) for each in killed]
+        return replace(case, tags=replace(case.tags, servers=servers), replicas=replicas, dooms=tuple(dooms))
 
     @staticmethod
     def draw(consistency: str, seed: int) -> Case:
@@ -83,8 +97,8 @@ class Case:
 class Worker:
     """One client, which writes its journal as it goes."""
 
-    def __init__(self, case: Case, world: sl.World, journals: list[Journal]) -> None:
-        self.case, self.world, self.journals = case, world, journals
+    def __init__(self, case: Case, world: sl.World, journals: list[Journal], servers: Servers) -> None:
+        self.case, self.world, self.journals, self.servers = case, world, journals, servers
         self.journal = journals[world.rank]
         self.draw = random.Random(f"{case.seed}/{world.rank}")
         self.reading: list[tuple[Future, int, list[int]]] = []
@@ -93,7 +107,7 @@ class Worker:
         case, tags = self.case, self.case.tags
         client = open_space(
             self.world, "hunt", tags.numel, synchronous=case.synchronous, quorum=case.quorum, piece=tags.piece,
-            retry_s=case.retry, filters=build_filter("cache") if case.caches else None,
+            retry_s=case.retry, filters=build_filter("cache") if case.caches else None, replicas=case.replicas,
         )  # fmt: skip
         self.journal.opened = True
         while client.clock < tags.steps:
@@ -114,6 +128,9 @@ class Worker:
     def step(self, client: Client) -> None:
         """Push one step in one of several ways, and read in one of several ways."""
         clock, me, tags = client.clock, self.world.rank, self.case.tags
+        for server, step, worker in self.case.dooms:
+            if (step, worker) == (clock, me):
+                self.servers.kill_soon(server)
         pushed = Pushed(clock)
         self.journal.pushed.append(pushed)
         way = self.draw.choice(("dense", "keys", "parts", "both"))
@@ -185,22 +202,35 @@ def check_eventful(outcomes: Sequence[Outcome]) -> None:
 
 def check_store(consistency: str, seed: int) -> Outcome:
     """Run one case and check its invariants."""
-    case = Case.draw(consistency, seed)
-    tags = case.tags
+    return check_case(Case.draw(consistency, seed))
+
+
+def check_replicated_store(consistency: str, seed: int) -> Outcome:
+    """The same with replicas, and servers that are killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if seed % 2:  # most values are large then, and slots are soon used again
+            for name, limit in (("MAX_INLINE_BYTES", 40), ("REPLY_SLOTS", 3), ("MAX_INFLIGHT_REQUESTS", 3)):
+                patch.setattr(protocol, name, limit)
+        return check_case(Case.draw_replicated(consistency, seed))
+
+
+def check_case(case: Case) -> Outcome:
+    """Run a case and check its invariants."""
+    tags, consistency, seed = case.tags, case.consistency, case.seed
     journals = [Journal(worker) for worker in range(tags.workers)]
-    servers = Servers(tags.workers, tags.servers)
+    servers = Servers(tags.workers, tags.servers, case.replicas)
     run, opened = harness.play(
-        lambda world: Worker(case, world, journals).run(), journals, servers, faults=case.faults, seed=seed,
+        lambda world: Worker(case, world, journals, servers).run(), journals, servers, faults=case.faults, seed=seed,
         chaos=case.chaos, timeout=PATIENCE,
     )  # fmt: skip
-    ordered = consistency != "quorum"
+    ordered, lost = consistency != "quorum", [each for each in run.killed if each < tags.workers]
     for journal in journals:
         for read in journal.reads:
-            harness.check_read(tags, read, journal.worker, run.killed, prefix=ordered)
+            harness.check_read(tags, read, journal.worker, lost, prefix=ordered)
             if consistency == "sequential":
-                harness.check_rounds(tags, read, run.killed)
+                harness.check_rounds(tags, read, lost)
         if consistency != "eventual":
             harness.check_growth(tags, journal)
     if opened:
-        harness.check_final(tags, journals, servers.weights())
+        harness.check_final(tags, journals, servers.weights(run.killed))
     return Outcome(opened, run.killed, sum(len(journal.reads) for journal in journals))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.server import Future, open_space, protocol
+from syncline.server import Future, open_space, protocol, server_network
 from syncline.strategies.parameter_server import ParameterServerRun
 from syncline.testing.hunting import kill_soon
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Slow
@@ -55,6 +55,21 @@ class Case:
     """In which of its steps."""
     push: int = 1
     fetch: int = 1
+    replicas: int = 1
+    doomed_server: int = -1
+
+    @staticmethod
+    def draw_replicated(strategy: str, seed: int) -> Case:
+        """A case in which each shard is on two servers, of which one is killed."""
+        case, draw = Case.draw(strategy, seed), random.Random(f"replicas/{strategy}/{seed}")
+        servers = draw.randint(2, 3)
+        return replace(
+            case,
+            servers=servers,
+            tags=replace(case.tags, servers=1 if "master" in strategy else servers),
+            replicas=2,
+            doomed_server=draw.randrange(servers),
+        )
 
     @staticmethod
     def draw(strategy: str, seed: int) -> Case:
@@ -120,13 +135,14 @@ class Marks(nn.Module):
 class Worker:
     """One worker, which writes its journal as it goes."""
 
-    def __init__(self, case: Case, world: sl.World, journals: list[Journal]) -> None:
-        self.case, self.world, self.journals = case, world, journals
+    def __init__(self, case: Case, world: sl.World, journals: list[Journal], servers: Servers) -> None:
+        self.case, self.world, self.journals, self.servers = case, world, journals, servers
         self.journal = journals[world.rank]
         self.draw = random.Random(f"{case.seed}/{world.rank}")
 
     def run(self) -> None:
         case = self.case
+        server_network(self.world, case.replicas)
         model = Marks(case.tags)
         optimizer = torch.optim.SGD(model.groups(), lr=1.0)
         run = sl.distribute(model, optimizer, strategy=case.spec, algorithm="ring")
@@ -137,6 +153,8 @@ class Worker:
             step = taken if case.strategy == "downpour" else run.client.clock
             if case.doomed == self.world.rank and step >= case.doom:
                 kill_soon(self.world)
+            if (self.world.rank, taken) == (0, case.doom):
+                self.servers.kill_soon(case.doomed_server)
             self.world.compute(self.draw.random() * 1e-3)
             self.journal.pushed.append(Pushed(step))
             optimizer.zero_grad()
@@ -207,22 +225,31 @@ def whole_updates() -> Iterator[None]:
 
 def check_strategy(strategy: str, seed: int) -> Outcome:
     """Run one case and check its invariants."""
-    case = Case.draw(strategy, seed)
-    tags = case.tags
+    return check_case(Case.draw(strategy, seed))
+
+
+def check_replicated_strategy(strategy: str, seed: int) -> Outcome:
+    """The same on replicated servers, of which one is killed."""
+    return check_case(Case.draw_replicated(strategy, seed))
+
+
+def check_case(case: Case) -> Outcome:
+    """Run a case and check its invariants."""
+    tags, strategy, seed = case.tags, case.strategy, case.seed
     journals = [Journal(worker) for worker in range(tags.workers)]
-    servers = Servers(tags.workers, case.servers)
+    servers = Servers(tags.workers, case.servers, case.replicas)
     with whole_updates():
         run, opened = harness.play(
-            lambda world: Worker(case, world, journals).run(), journals, servers, faults=case.faults, seed=seed,
-            chaos=case.chaos, timeout=PATIENCE,
+            lambda world: Worker(case, world, journals, servers).run(), journals, servers, faults=case.faults,
+            seed=seed, chaos=case.chaos, timeout=PATIENCE,
         )  # fmt: skip
+    lost = [each for each in run.killed if each < tags.workers]
     for journal in journals:
         for read in journal.reads:
-            harness.check_read(tags, read, journal.worker, run.killed, prefix=not case.quorum)
+            harness.check_read(tags, read, journal.worker, lost, prefix=not case.quorum)
             if strategy in ("bsp", "master", "master(masters=2)"):
-                harness.check_rounds(tags, read, run.killed)
+                harness.check_rounds(tags, read, lost)
         harness.check_growth(tags, journal)
     if opened:
-        shards = [servers.shards[server].all[0].weights for server in range(tags.servers)]
-        harness.check_final(tags, journals, torch.cat(shards))
+        harness.check_final(tags, journals, servers.weights(run.killed, tags.servers))
     return Outcome(opened, run.killed, sum(len(journal.reads) for journal in journals))

@@ -102,6 +102,7 @@ def measure(plan: RatesPlan) -> None:
             "engine": plan.engine,
             "workers": world.size,
             "servers": len(network.servers) if network.dedicated else 0,
+            "replicas": network.replicas,
             "hosts": list(world.hosts),
             "lab": os.environ.get("SYNCLINE_LAB", ""),
             "plan": asdict(plan),
@@ -201,6 +202,8 @@ def rates_table(document: dict[str, Any]) -> str:
     """A table of the rates of push and pull with intervals, and relative to the bare echo."""
     servers, depth = document["servers"], document["plan"]["depth"]
     where = f"{servers} dedicated server{'s' if servers > 1 else ''}" if servers else "servers co-located with workers"
+    replicas = document.get("replicas", 1)
+    where += f", each shard on {replicas} of them" if replicas > 1 else ""
     lines = [
         f"push and pull of float32, {where}, {document['engine']}, {place(document)}; {depth} in flight per worker",
         f"bare echo: {ECHO_CALLS[document['engine']]} in the same processes, equal numbers of clients and requests",

@@ -1,0 +1,365 @@
+"""The chain of a shard: which server has which record, who replies when, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import syncline as sl
+from syncline.server import network_of, open_space, protocol, serve, server_network
+from syncline.server.opening import groups_of
+from syncline.server.protocol import RequestHeader
+from syncline.server.replication import ReplicaChain, ReplicaRecord
+from syncline.server.request_handler import OutgoingReply, RequestHandler
+from syncline.transports import SingleTransport, Transport
+from syncline.transports.faults import Kill
+from tests.hunting import hunted, seeds
+from tests.launch.runs import Runs
+from tests.server.handler_client import NUMEL, body_of, describe, reason_of, values_of
+from tests.server.hunts.replica_cases import check_same_replies
+from tests.server.test_opening import done
+
+SERVERS = (5, 6, 7)
+
+
+class Chain:
+    """Three servers of one shard without a transport. The test delivers their messages one by one."""
+
+    def __init__(self) -> None:
+        self.wire: deque[tuple[int, int, ReplicaRecord]] = deque()
+        self.servers = {
+            me: ReplicaChain(0, SERVERS, me, RequestHandler(lambda space: 0), self._sender(me)) for me in SERVERS
+        }
+        self.replies: list[OutgoingReply] = []
+        self.description = describe(servers=SERVERS, numel=3 * NUMEL, replicas=3)
+        self._number = 0
+        hello = torch.frombuffer(bytearray(self.description.to_json()), dtype=torch.uint8)
+        self.ask(5, RequestHeader(protocol.HELLO), hello)
+        self.deliver()
+        assert self.replies.pop().header.status == protocol.OK
+
+    def _sender(self, source: int) -> Any:
+        return lambda to, record: self.wire.append((source, to, record))
+
+    def ask(self, server: int, request: RequestHeader, body: torch.Tensor, number: int | None = None) -> None:
+        """Send a request of worker 0 to a server, under the next number or again."""
+        self._number += number is None
+        request = request._replace(space=self.description.space_id, number=number or self._number, length=body.numel())
+        self.replies += self.servers[server].request(0, request, body.clone())
+
+    def push(self, server: int, number: int | None = None) -> None:
+        self.ask(server, RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.ones(NUMEL)), number)
+
+    def pull(self, server: int) -> None:
+        self.ask(server, RequestHeader(protocol.PULL, count=NUMEL), torch.empty(0, dtype=torch.uint8))
+
+    def deliver(self, messages: int = 1000) -> None:
+        """Deliver the next messages between the servers. Those from and to lost ones vanish."""
+        while self.wire and messages:
+            source, to, record = self.wire.popleft()
+            if source in self.servers and to in self.servers:
+                chain, messages = self.servers[to], messages - 1
+                acked = record.header.kind == protocol.ACKED
+                self.replies += (
+                    chain.acknowledge(source, record.header.number) if acked else chain.receive(source, record)
+                )
+
+    def lose(self, member: int) -> None:
+        """End a server or a client. The others notice in the order of the chain."""
+        self.servers.pop(member, None)
+        for chain in self.servers.values():
+            self.replies += chain.lose(member, left=False)
+
+    def weights(self) -> list[float]:
+        """The first weight on each server."""
+        return [chain.handler.shards[self.description.space_id].weights[0].item() for chain in self.servers.values()]
+
+
+def test_a_push_is_acknowledged_when_all_replicas_have_it() -> None:
+    chain = Chain()
+    chain.push(5)
+    for _ in range(4):  # to the second, to the third, and back
+        assert not chain.replies
+        chain.deliver(1)
+    assert [reply.header.number for reply in chain.replies] == [2]
+    assert chain.weights() == [1.0, 1.0, 1.0]
+
+
+def test_a_read_contains_only_what_all_replicas_have() -> None:
+    chain = Chain()
+    chain.push(5)
+    chain.pull(5)
+    chain.deliver(3)
+    assert not chain.replies
+    chain.deliver()
+    assert values_of(chain.replies[-1])[0] == 1.0
+
+
+@pytest.mark.parametrize("delivered", range(5))
+def test_the_next_server_continues_when_the_head_is_lost(delivered: int) -> None:
+    """The client repeats what was not acknowledged; wherever the head was lost, it counts once."""
+    chain = Chain()
+    chain.push(5)
+    chain.deliver(delivered)
+    chain.replies.clear()
+    chain.lose(5)
+    chain.push(6, number=2)
+    chain.deliver()
+    assert [reply.header.number for reply in chain.replies] == [2]
+    assert chain.weights() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("lost", [6, 7])
+@pytest.mark.parametrize("delivered", range(4))
+def test_the_chain_gets_shorter_when_a_replica_is_lost(lost: int, delivered: int) -> None:
+    chain = Chain()
+    chain.push(5)
+    chain.push(5)
+    chain.deliver(delivered)
+    chain.lose(lost)
+    chain.deliver()
+    assert [reply.header.number for reply in chain.replies] == [2, 3]
+    assert chain.weights() == [2.0, 2.0]
+    chain.lose(next(each for each in chain.servers if each != 5))
+    chain.push(5)
+    assert [reply.header.number for reply in chain.replies] == [2, 3, 4]
+
+
+def test_a_repeated_request_waits_for_the_record_of_the_first() -> None:
+    """The new head has the push, but its replica has not: the kept reply must wait too."""
+    chain = Chain()
+    chain.push(5)
+    chain.deliver(1)
+    chain.lose(5)
+    chain.push(6, number=2)
+    assert not chain.replies
+    chain.deliver()
+    assert len(chain.replies) == 1
+    assert chain.weights() == [1.0, 1.0]
+
+
+def test_a_client_may_notice_the_loss_of_the_head_first() -> None:
+    chain = Chain()
+    del chain.servers[5]
+    chain.push(6)
+    chain.deliver()
+    assert not chain.replies
+    chain.lose(5)
+    chain.deliver()
+    assert [reply.header.number for reply in chain.replies] == [2]
+    for number in range(3, 4 + protocol.REPLY_SLOTS):  # the third server knows that the second lives
+        chain.push(7, number)
+    assert "wait for the loss" in reason_of(chain.replies[-1])
+
+
+def test_all_replicas_learn_of_a_lost_client_once() -> None:
+    for head_notices in (True, False):
+        chain = Chain()
+        noticing = (5, 6, 7) if head_notices else (6, 7)
+        for server in noticing:
+            chain.servers[server].lose(0, left=False)
+        chain.lose(5)
+        chain.deliver()
+        for server in (6, 7):
+            clocks = chain.servers[server].handler.shards[chain.description.space_id].clocks
+            assert (clocks.live, clocks.trains(0)) == (1, False)
+
+
+def test_a_record_out_of_order_is_refused() -> None:
+    chain = Chain()
+    chain.push(5)
+    source, to, record = chain.wire.popleft()
+    late = ReplicaRecord(record.header._replace(number=9), record.request, record.body)
+    with pytest.raises(sl.errors.ProtocolError, match="record 9 of shard 0 from member 5, where record 2"):
+        chain.servers[to].receive(source, late)
+    with pytest.raises(sl.errors.ProtocolError, match="from member 7"):
+        chain.servers[to].receive(7, record)
+
+
+def test_refused_requests_have_numbers_at_the_replicas_too() -> None:
+    chain = Chain()
+    request = RequestHeader(protocol.PUSH, space=chain.description.space_id, number=2)
+    reason = protocol.bytes_tensor(b"too long")
+    chain.replies += chain.servers[5].request(0, request, reason, protocol.REJECTED)
+    chain.deliver()
+    assert "too long" in reason_of(chain.replies.pop())
+    chain.lose(5)
+    chain.replies += chain.servers[6].request(0, request, torch.empty(0, dtype=torch.uint8))
+    chain.deliver()
+    assert "too long" in reason_of(chain.replies.pop())
+
+
+# On the simulator.
+
+
+def replicated(workers: int, servers: int, replicas: int) -> list[Any]:
+    def run(transport: Transport) -> None:
+        serve(network_of(transport, workers, servers, replicas=replicas))
+
+    return [run] * servers
+
+
+def count_ones(world: sl.World) -> list[float]:
+    with open_space(world, "s", 9, replicas=2) as client:
+        for _ in range(20):
+            world.compute(0.01)
+            client.push(None, torch.ones(9), tick=True).wait()
+        world.barrier()
+        found = done(client.pull(min_clock=20)).tolist()
+        world.barrier()
+        return found
+
+
+@pytest.mark.parametrize("lost", [2, 3, 4])
+def test_a_lost_server_loses_nothing(lost: int) -> None:
+    run = sl.simulate(count_ones, 2, extra=replicated(2, 3, 2), faults=[Kill(lost, at=0.1)])
+    assert run.killed == (lost,)
+    assert run.results == ([40.0] * 9,) * 2
+
+
+@pytest.mark.parametrize("numel", [6, 60_000])
+def test_all_requests_under_way_go_to_the_next_server(numel: int) -> None:
+    """A read waits at the server for earlier pushes, for which the client does not wait."""
+
+    def work(world: sl.World) -> list[float]:
+        client = open_space(world, "s", numel, replicas=2)
+        world.compute(1.0 - world.runtime.now())
+        pushes = [client.push(None, torch.ones(numel)) for _ in range(5)]
+        found = done(client.pull())
+        for push in pushes:
+            push.wait()
+        client.close()
+        return [found.min().item(), found.max().item()]
+
+    for lost in (1, 2):
+        faults = [Kill(lost, at=1.0005)]
+        run = sl.simulate(work, 1, extra=replicated(1, 2, 2), faults=faults, network=sl.Network(latency=1e-3))
+        assert run.killed == (lost,)
+        assert run.results == ([5.0, 5.0],)
+
+
+def test_the_loss_of_all_replicas_names_the_last() -> None:
+    with pytest.raises(sl.errors.PeerLostError, match="lost rank 3"):
+        sl.simulate(count_ones, 2, extra=replicated(2, 3, 2), faults=[Kill(2, at=0.1), Kill(3, at=0.15)])
+
+
+def test_replicas_need_enough_dedicated_servers() -> None:
+    for replicas in (0, 3):
+        with pytest.raises(sl.errors.WorldError, match=f"replicas={replicas} with 2 dedicated servers"):
+            sl.simulate(partial(server_network, replicas=replicas), 2, extra=replicated(2, 2, 1))
+    with pytest.raises(sl.errors.WorldError, match="replicas=2 with 0 dedicated servers"):
+        network_of(SingleTransport(), workers=1, replicas=2)
+
+
+def test_workers_and_servers_must_agree_about_replicas() -> None:
+    with pytest.raises(sl.errors.ProtocolError, match="replicas=2, and this server has 1"):
+        sl.simulate(count_ones, 1, extra=replicated(1, 2, 1))
+
+    def twice(world: sl.World) -> None:
+        server_network(world)
+        open_space(world, "s", 4, replicas=2)
+
+    with pytest.raises(sl.errors.WorldError, match="each shard of this network lives on 1"):
+        sl.simulate(twice, 1, extra=replicated(1, 2, 2))
+
+
+def test_sub_masters_have_no_replicas() -> None:
+    network = network_of(SingleTransport(), workers=1)
+    network = type(network)(network.transport, (0, 1), (2, 3, 4), me=0, dedicated=True, replicas=2)
+    with pytest.raises(sl.errors.IncompatibleError, match="a sub-master cannot be replicated"):
+        groups_of(network, 1)
+    with pytest.raises(sl.errors.ProtocolError, match="a sub-master has no replicas"):
+        describe(replicas=2, parent=describe().to_json().decode()).check()
+
+
+@pytest.mark.hunt
+def test_a_client_reads_the_same_bits_whatever_server_is_killed() -> None:
+    killed = hunted(check_same_replies, seeds(25))
+    assert sum(map(bool, killed)) >= len(killed) // 2
+
+
+# Real processes.
+
+HANDLERS = """
+import os, signal
+from syncline.server import handler
+
+@handler("kill_server_0")
+def kill_server_0(weights, values, state):
+    if os.environ["SYNCLINE_ROLE"] == "server" and os.environ["SYNCLINE_SERVER"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+COUNT = """
+import torch, syncline as sl
+from syncline.server import open_space
+NUMEL = 100_000
+with sl.init() as world:
+    client, called, under_way = open_space(world, "s", NUMEL), [], []
+    for step in range(40):
+        if world.rank == 1 and step == 10:
+            client.push((0, 1), torch.zeros(1), handler="kill_server_0")
+        if len(under_way) == 4:
+            assert under_way.pop(0).wait().min() > step - 4
+        read = client.push_pull(None, torch.ones(NUMEL), tick=True, min_clock=client.clock - 4, callback=called.append)
+        under_way.append(read)
+    for read in under_way:
+        read.wait()
+    while len(called) < 40:
+        time.sleep(0.01)
+    client.finish_training()
+    world.barrier()
+    values = client.get()
+    say("values", values.min().item(), values.max().item(), "steps", *client.steps())
+    client.close()
+"""
+
+
+def test_kill_9_of_a_replicated_server_loses_nothing(runs: Runs) -> None:
+    """Several tasks of a client wait for replies of the lost server: callbacks, and the script itself."""
+    (runs.folder / "my_handlers.py").write_text(HANDLERS)
+    options = ("-n", "2", "--servers", "2", "--replicas", "2", "--handlers", "my_handlers")
+    ended = runs.run("run", *options, runs.script(COUNT))
+    assert ended.code == 0, ended.describe()
+    assert ended.out.count("values 80.0 80.0 steps 40 40") == 2, ended.describe()
+    assert "server 0 was killed by signal 9 (SIGKILL); its replicas continue" in ended.err
+    runs.assert_nothing_left()
+
+
+TRAIN = """
+import torch, syncline as sl
+torch.manual_seed(0)
+with sl.init() as world:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    run = sl.distribute(model, optimizer, strategy="ssp(slack=2)")
+    steps = left = 0
+    while left < 100:
+        x = torch.randn(16, 4)
+        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        steps += 1
+        left += (here / "killed").exists()
+        if steps == 20:
+            post(f"started{rank}")
+    run.finish()
+    assert loss < 0.1, loss
+    say("trained")
+"""
+
+
+def test_a_training_continues_after_kill_9_of_a_server(runs: Runs) -> None:
+    training = runs.start("run", "-n", "2", "--servers", "2", "--replicas", "2", runs.script(TRAIN))
+    for rank in range(2):
+        runs.read(f"started{rank}")
+    os.kill(training.programs()[0], signal.SIGKILL)
+    runs.post("killed")
+    ended = training.finish()
+    assert ended.code == 0, ended.describe()
+    assert ended.out.count("trained") == 2, ended.describe()
+    runs.assert_nothing_left()

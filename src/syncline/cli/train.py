@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
         evaluators=int(wants_evaluator(build_strategy(settings.strategy))),
         servers=arguments.servers,
         replicas=arguments.replicas,
-        policy=arguments.on_failure,
+        policy=arguments.on_failure or "stop",
         mpi=arguments.mpi,
         saves=True,
         announce=True,
@@ -206,7 +206,7 @@ def _check_servers(arguments: argparse.Namespace) -> None:
     pairwise = isinstance(strategy, Gossip) and strategy.pairwise  # a server keeps its control channel
     if servers and not (served or pairwise):
         raise IncompatibleError(f"--servers {servers}: {strategy!r} uses no servers; leave it out, or take bsp, ssp, …")
-    if arguments.on_failure == "stop":
+    if arguments.on_failure in (None, "stop"):
         return
     if arguments.on_failure == "restart":
         raise IncompatibleError(

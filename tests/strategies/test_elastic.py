@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import syncline as sl
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.testing import hunt_cases
-from syncline.transports.faults import Fault, Join
+from syncline.transports.faults import Fault, Join, Kill
 from syncline.transports.simulated import kill_rank
 from syncline.world import Simulation, World
 from tests.data.cases import Numbers
@@ -150,6 +150,22 @@ def test_the_survivors_repeat_the_step_with_their_own_gradients() -> None:
     assert torch.allclose(found[0], expected)
     assert torch.equal(found[0], found[1])
     assert found[2] is None
+
+
+def add_ones(world: World) -> float:
+    total = 0.0
+    for _ in range(4):
+        total = float(sl.allreduce(torch.ones(1), op="sum"))
+        world.compute(0.001)
+    sl.barrier()
+    return total
+
+
+@pytest.mark.parametrize("at", [0.006, 0.007, 0.008])
+def test_a_second_loss_while_a_team_forms_costs_no_timeout(at: float) -> None:
+    found = sl.simulate(add_ones, 5, elastic=(1, 5), faults=[Kill(1, at=0.0045), Kill(2, at=at)])
+    assert found.results[0] == found.results[3] == found.results[4] == 3.0
+    assert found.time < 1.0
 
 
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:

@@ -502,7 +502,11 @@ def _meet_team(
     place = replace(environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
     hosts, lanes = [environment.host], 1
     if transport.size > 1:
-        hosts, lanes, _ = exchange_introductions(transport, place, check)
+        try:
+            hosts, lanes, _ = exchange_introductions(transport, place, check)
+        except SynclineError:
+            transport.abort()  # another member may wait for this one, and not for the lost one
+            raise
     return place, hosts, lanes
 
 

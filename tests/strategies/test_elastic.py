@@ -168,6 +168,11 @@ def test_a_second_loss_while_a_team_forms_costs_no_timeout(at: float) -> None:
     assert found.time < 1.0
 
 
+@pytest.mark.parametrize("at", [0.0005, 0.001, 0.002, 0.003])
+def test_a_loss_while_the_first_team_meets_is_survived(at: float) -> None:
+    assert sl.simulate(add_ones, 4, elastic=(1, 4), faults=[Kill(1, at=at)]).results == (3.0, None, 3.0, 3.0)
+
+
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:
     def work(world: World) -> list[tuple[int, int]]:
         calls: list[tuple[int, int]] = []

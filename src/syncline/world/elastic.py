@@ -200,17 +200,18 @@ class Elastic:
 
     # The first team.
 
-    def start(self) -> Transport:
-        """Form the first team with the other launched members, and connect it."""
+    def start(self, meet: Callable[[Transport], T]) -> tuple[Transport, T]:
+        """Form the first team with the other launched members, and connect it. All its members call `meet`."""
         while True:
             self.team = self.formation.form(self.team, Arrival(0, between_steps=False))
             try:
                 transport = self.connector.connect(self.team.members, self.team.generation)
-            except PeerLostError as error:
+                found = meet(transport)
+            except (PeerLostError, ProtocolError) as error:
                 logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                 continue
             self._dealt_team = self._reader_team = self.team
-            return transport
+            return transport, found
 
     # Operations.
 

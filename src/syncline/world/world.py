@@ -520,8 +520,9 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
             team = elastic.formation.latest()
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:
-            transport = elastic.start()
-            place, hosts, lanes = _meet_team(transport, elastic.team.members, environment, check)
+            transport, (place, hosts, lanes) = elastic.start(
+                lambda each: _meet_team(each, elastic.team.members, environment, check)
+            )
             world = World(place, transport, hosts, check, lanes)
             world.local_size = hosts.count(environment.host)
     except BaseException:

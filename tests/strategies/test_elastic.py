@@ -173,6 +173,24 @@ def test_a_loss_while_the_first_team_meets_is_survived(at: float) -> None:
     assert sl.simulate(add_ones, 4, elastic=(1, 4), faults=[Kill(1, at=at)]).results == (3.0, None, 3.0, 3.0)
 
 
+def test_a_result_that_its_caller_changes_is_handed_over_unchanged() -> None:
+    """A worker that has completed a call gives its result to one that could not, when a third one is lost."""
+
+    def work(world: World) -> list[float]:
+        found = []
+        for step in range(6):
+            total = sl.allreduce(torch.full((1,), 1.0 + step), op="mean", algorithm="ring")
+            found.append(float(total))
+            total.zero_()
+            world.compute(0.0002 * (1 + world.rank))
+        sl.barrier()
+        return found
+
+    for number in range(10):
+        results = sl.simulate(work, 3, elastic=(1, 3), faults=[Kill(1, at=0.0033 + 0.00002 * number)]).results
+        assert results[0] == results[2] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:
     def work(world: World) -> list[tuple[int, int]]:
         calls: list[tuple[int, int]] = []

@@ -14,6 +14,7 @@ Newcomers are admitted between two steps, when all members know that one waits. 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -436,7 +437,7 @@ class RepeatedCall(Generic[T]):
         """Nothing has changed."""
 
     def result(self, value: T) -> Any:
-        return value
+        return copy.deepcopy(value)  # the caller may change its own in place
 
     def adopt(self, result: Any) -> T:
         return result  # type: ignore[no-any-return]

@@ -191,6 +191,32 @@ def test_a_result_that_its_caller_changes_is_handed_over_unchanged() -> None:
         assert results[0] == results[2] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_loss_in_the_step_that_reports_a_newcomer_is_survived(victim: int) -> None:
+    """Some workers complete the step and know of the newcomer; the others take over both."""
+
+    def work(world: World) -> Tensor:
+        model = torch.nn.Embedding(96, 64)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            for batch in run.shard(DataLoader(Numbers(96), batch_size=4)):
+                world.compute(0.0002 * (1 + member_of(world)))
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    for number in range(8):
+        faults = [Join(at=0.0), Kill(victim, at=0.0063 + 0.00003 * number)]
+        found = sl.simulate(work, 4, elastic=(1, 6), faults=faults)
+        first, *others = [result for result in found.results if result is not None]
+        assert len(others) == 3
+        assert all(torch.equal(first, other) for other in others)
+        assert first.any(1).all(), "every sample is trained"
+        assert found.time < 1.0
+
+
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:
     def work(world: World) -> list[tuple[int, int]]:
         calls: list[tuple[int, int]] = []

@@ -208,7 +208,7 @@ def test_a_loss_in_the_step_that_reports_a_newcomer_is_survived(victim: int) -> 
         return model.weight.detach().clone()
 
     for number in range(8):
-        faults = [Join(at=0.0), Kill(victim, at=0.0063 + 0.00003 * number)]
+        faults: list[Fault] = [Join(at=0.0), Kill(victim, at=0.0063 + 0.00003 * number)]
         found = sl.simulate(work, 4, elastic=(1, 6), faults=faults)
         first, *others = [result for result in found.results if result is not None]
         assert len(others) == 3

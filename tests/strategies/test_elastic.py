@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import syncline as sl
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.testing import hunt_cases
-from syncline.transports.faults import Fault, Join
+from syncline.transports.faults import Fault, Join, Kill
 from syncline.transports.simulated import kill_rank
 from syncline.world import Simulation, World
 from tests.data.cases import Numbers
@@ -151,6 +151,71 @@ def test_the_survivors_repeat_the_step_with_their_own_gradients() -> None:
     assert torch.allclose(found[0], expected)
     assert torch.equal(found[0], found[1])
     assert found[2] is None
+
+
+def add_ones(world: World) -> float:
+    total = 0.0
+    for _ in range(4):
+        total = float(sl.allreduce(torch.ones(1), op="sum"))
+        world.compute(0.001)
+    sl.barrier()
+    return total
+
+
+@pytest.mark.parametrize("at", [0.006, 0.007, 0.008])
+def test_a_second_loss_while_a_team_forms_costs_no_timeout(at: float) -> None:
+    found = sl.simulate(add_ones, 5, elastic=(1, 5), faults=[Kill(1, at=0.0045), Kill(2, at=at)])
+    assert found.results[0] == found.results[3] == found.results[4] == 3.0
+    assert found.time < 1.0
+
+
+@pytest.mark.parametrize("at", [0.0005, 0.001, 0.002, 0.003])
+def test_a_loss_while_the_first_team_meets_is_survived(at: float) -> None:
+    assert sl.simulate(add_ones, 4, elastic=(1, 4), faults=[Kill(1, at=at)]).results == (3.0, None, 3.0, 3.0)
+
+
+def test_a_result_that_its_caller_changes_is_handed_over_unchanged() -> None:
+    """A worker that has completed a call gives its result to one that could not, when a third one is lost."""
+
+    def work(world: World) -> list[float]:
+        found = []
+        for step in range(6):
+            total = sl.allreduce(torch.full((1,), 1.0 + step), op="mean", algorithm="ring")
+            found.append(float(total))
+            total.zero_()
+            world.compute(0.0002 * (1 + world.rank))
+        sl.barrier()
+        return found
+
+    for number in range(10):
+        results = sl.simulate(work, 3, elastic=(1, 3), faults=[Kill(1, at=0.0033 + 0.00002 * number)]).results
+        assert results[0] == results[2] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_loss_in_the_step_that_reports_a_newcomer_is_survived(victim: int) -> None:
+    """Some workers complete the step and know of the newcomer; the others take over both."""
+
+    def work(world: World) -> Tensor:
+        model = torch.nn.Embedding(96, 64)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            for batch in run.shard(DataLoader(Numbers(96), batch_size=4)):
+                world.compute(0.0002 * (1 + member_of(world)))
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    for number in range(8):
+        faults: list[Fault] = [Join(at=0.0), Kill(victim, at=0.0063 + 0.00003 * number)]
+        found = sl.simulate(work, 4, elastic=(1, 6), faults=faults)
+        first, *others = [result for result in found.results if result is not None]
+        assert len(others) == 3
+        assert all(torch.equal(first, other) for other in others)
+        assert first.any(1).all(), "every sample is trained"
+        assert found.time < 1.0
 
 
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from syncline.codecs import Codec, check_no_gradient_options
 from syncline.control import ControlChannel
 from syncline.data import MicroBatches, Sharded
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError, WorldError
 from syncline.reduction import (
     BUCKET_BYTES,
     Communicator,
@@ -442,12 +442,18 @@ class StrategyRun(Run):
         if self._closed:
             return
         self.world.finish_left()
+        if self.world.elastic is not None and self.world.elastic.joining:
+            self.release()
+            raise WorldError(
+                f"this worker (member {self.world.elastic.limits.member}) has run its whole script and was not admitted "
+                "to the team: the others had passed each epoch before it, and its model is not trained"
+            )
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
         if self.communicator.size > 1 or self.asynchronous:
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
-        if self.world.elastic is not None and not self.world.elastic.joining:
+        if self.world.elastic is not None:
             barrier(self.communicator.group)  # no worker leaves while another may need the result of its last step
         self.release()
         self.communicator.close()

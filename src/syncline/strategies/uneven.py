@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from syncline.errors import IncompatibleError
 from syncline.reduction import broadcast_tensors, broadcast_tree, check_same
 from syncline.strategies.run import EpochContinues
-from syncline.world import allgather
+from syncline.world import RepeatedCall, allgather, barrier
 
 if TYPE_CHECKING:
     from syncline.strategies.base import StrategyRun
@@ -42,6 +42,8 @@ class UnevenData:
         """Whether this worker has run out of data, and takes part in the others' rounds."""
         self.rates: list[list[float]] | None = None
         """The learning rates at each reduction of an uneven epoch; None outside such an epoch."""
+        self._compares_rates = True
+        """Whether the team is the same since the latest comparison of rates."""
 
     def begin(self) -> None:
         """Before an uneven epoch: refuse a world in which workers would wait in another run."""
@@ -73,28 +75,35 @@ class UnevenData:
             self.rates.append([float(group["lr"]) for group in groups if "lr" in group])
 
     def forget_rates(self) -> None:
-        """The team has changed: rates are compared from here on."""
+        """The team has changed, not at the same reduction for all workers: these rates are not compared."""
         self.rates = None if self.rates is None else []
+        self._compares_rates = False
 
     def settle_shared_weights(self) -> None:
         """Join the others' rounds until all have run out, then copy weights, optimizers and schedulers of one worker.
 
         For strategies in which all workers have the same weights. The source took part in every step with data.
         """
-        missed = self._join_others()
-        table = self._missed_steps(missed)
-        self._check_rates(max(table) - missed)
-        self._copy_weights(missed, table)
+        missed, taken = self._join_others(), self._run.stats.steps
+
+        def settle() -> None:
+            table = self._missed_steps(missed)
+            self._check_rates(max(table) - missed)
+            self._copy_weights(missed, table, taken)
+
+        self._run_whole(settle)
 
     def share_weights(self, missed: int) -> None:
         """Copy weights, optimizers and schedulers to workers that missed steps. Every worker calls it."""
-        self._copy_weights(missed, self._missed_steps(missed))
+        taken = self._run.stats.steps
+        self._run_whole(lambda: self._copy_weights(missed, self._missed_steps(missed), taken))
 
     def _missed_steps(self, missed: int) -> list[int]:
         table: list[int] = allgather(torch.tensor([missed]), group=self._run.communicator.group).tolist()
         return table
 
-    def _copy_weights(self, missed: int, table: list[int]) -> None:
+    def _copy_weights(self, missed: int, table: list[int], taken: int) -> None:
+        """`table` has the missed steps of all workers, and `taken` is the number of steps that this one has taken."""
         run, root = self._run, table.index(min(table))
         if not any(table):
             return
@@ -103,23 +112,25 @@ class UnevenData:
             state = broadcast_tree(run.communicator, holder.state_dict(), root)
             if missed > table[root]:
                 holder.load_state_dict(state)
-        if missed > table[root]:
-            run.stats.steps += missed
+        run.stats.steps = taken + (missed if missed > table[root] else 0)
 
     def settle_local_weights(self) -> None:
         """Join the others' rounds until all have run out, then copy learning rates, schedulers and the step count.
 
         For strategies in which each worker keeps its own weights.
         """
-        run = self._run
         self._join_others()
-        steps = self._steps_of_all()
-        self._check_rates(run.stats.steps - min(steps))
-        self._copy_rates(steps)
+
+        def settle() -> None:
+            steps = self._steps_of_all()
+            self._check_rates(self._run.stats.steps - min(steps))
+            self._copy_rates(steps)
+
+        self._run_whole(settle)
 
     def share_rates(self) -> None:
         """Copy learning rates, schedulers and the step count to workers that missed steps. Every worker calls it."""
-        self._copy_rates(self._steps_of_all())
+        self._run_whole(lambda: self._copy_rates(self._steps_of_all()))
 
     def _steps_of_all(self) -> list[int]:
         run = self._run
@@ -143,6 +154,22 @@ class UnevenData:
                 scheduler.load_state_dict(saved)
             run.stats.steps = steps[root]
 
+    def _run_whole(self, work: Callable[[], None]) -> None:
+        """Call several collectives. If a worker of an elastic job is lost, all of them are repeated from the first.
+
+        The source of a copy may be the lost worker: the others then choose another one.
+        """
+        elastic, group = self._run.world.elastic, self._run.communicator.group
+        if elastic is None:
+            work()
+            return
+
+        def attempt() -> None:
+            work()
+            barrier(group)  # no worker has completed it before all have
+
+        elastic.run(self._run.world, RepeatedCall(attempt))
+
     def _join_others(self) -> int:
         """Join the others' rounds until all have run out. Returns their number.
 
@@ -163,13 +190,14 @@ class UnevenData:
     def _check_rates(self, later: int) -> None:
         """Compare the learning rates of the last reduction with all workers, `later` reductions before the last."""
         rates, self.rates = self.rates or [], None
-        last = rates[len(rates) - 1 - later] if len(rates) > later else []
+        last = rates[len(rates) - 1 - later] if self._compares_rates and len(rates) > later else []
         what = (
             "learning rates (a schedule that is none of PyTorch's and is stepped after every batch must be named in "
             "distribute(schedulers=[…]), with state_dict() and load_state_dict(), as a GradScaler must: a worker that "
             "runs out of data misses its steps)"
         )
         check_same(self._run.communicator, what, {f"group {number}": repr(rate) for number, rate in enumerate(last)})
+        self._compares_rates = True
 
 
 class Schedulers:

@@ -14,6 +14,7 @@ Newcomers are admitted between two steps, when all members know that one waits. 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import time
@@ -204,9 +205,11 @@ class Elastic:
         """The team to which the next batch is dealt."""
         self._postponed = False
         """Whether the data changes to the present team in the next operation, because the others are a batch ahead."""
+        self._behind = False
+        """Whether the data changes to the present team after this step, because the others are between two steps."""
         self._inside = False
         self._last: Any = None
-        """The result of the latest operation, for members that are behind."""
+        """The result of the latest operation and what is known after it, for members that are behind."""
         self._lead_epochs = 0
         """In a newcomer: how many epochs ahead of the team it waits, if it was too late before."""
         self._place: DataPlace | None = None
@@ -217,17 +220,18 @@ class Elastic:
 
     # The first team.
 
-    def start(self) -> Transport:
-        """Form the first team with the other launched members, and connect it."""
+    def start(self, meet: Callable[[Transport], T]) -> tuple[Transport, T]:
+        """Form the first team with the other launched members, and connect it. All its members call `meet`."""
         while True:
             self.team = self.formation.form(self.team, Arrival(0, between_steps=False))
             try:
                 transport = self.connector.connect(self.team.members, self.team.generation)
-            except PeerLostError as error:
+                found = meet(transport)
+            except (PeerLostError, ProtocolError) as error:
                 logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                 continue
             self._dealt_team = self._reader_team = self.team
-            return transport
+            return transport, found
 
     # Operations.
 
@@ -267,7 +271,7 @@ class Elastic:
         else:
             raise WorldError(f"member {self.limits.member}: an operation was repeated {MAX_ATTEMPTS} times in vain")
         self.operations += 1
-        self._last = operation.result(value)
+        self._last = (operation.result(value), self.newcomers_known, self.idle_after_loss)
         return value
 
     def _refuse(self, world: World, error: SynclineError) -> None:
@@ -296,6 +300,10 @@ class Elastic:
     def between_steps(self, world: World) -> None:
         """Admit newcomers that all members know of, or wait for some if too few members are left."""
         if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
+            return
+        if self._behind:
+            self._behind = False
+            self._change_data(world, self._describe_change(self.team, trained=True))
             return
         if not self.newcomers_known and len(self.team.members) >= self.limits.minimum:
             return
@@ -390,22 +398,24 @@ class Elastic:
         newcomer = self.operations < 0
         found = self._hand_over(world, operation)
         change = self._describe_change(team, trained=found is not None or operation is None or not operation.trains)
-        ahead = next(member for member in team.members if team.completed(member) == team.operations)
+        ahead = [member for member in team.members if team.completed(member) == team.operations]
+        between_steps = all(team.arrivals[member].between_steps for member in ahead)
         for communicator in self.communicators:
             communicator.rebind()
         for run in world.runs:
             run.team_changed(change)
-        if team.arrivals[ahead].between_steps:
+        if between_steps:
             self.newcomers_known = self._newcomer_seen = False
         if newcomer:
-            self._welcome(world, team.members.index(ahead))
+            self._welcome(world, team.members.index(ahead[0]))
             self._dealt_team, self.operations, self.joining = team, team.operations, False
             self._change_data(world, TeamChange(world.size, world.rank, world.size, (), True))
-        elif found is not None and not team.arrivals[ahead].between_steps:
-            self._postponed = True
-        else:  # before a newcomer gets the position in the data
-            self._change_data(world, change)
-            self._welcome(world, team.members.index(ahead))
+        else:
+            self._postponed = (found is not None or operation is None) and not between_steps
+            self._behind = found is not None and between_steps
+            if not (self._postponed or self._behind):  # before a newcomer gets the position in the data
+                self._change_data(world, change)
+            self._welcome(world, team.members.index(ahead[0]))
         logger.log(
             logging.WARNING if world.rank == 0 else logging.INFO,
             "team %d continues with %d workers (members %s)",
@@ -445,9 +455,12 @@ class Elastic:
         root = counts.index(max(old))
         result = broadcast_object(self._last if root == world.rank else None, root, group=world.everyone)
         behind = team.completed(self.limits.member) == min(old)
-        if behind and operation is None:
+        if not behind:
+            return None
+        if operation is None:
             raise WorldError(f"member {self.limits.member} is behind the others between two steps")
-        return (result,) if behind else None
+        found, self.newcomers_known, self.idle_after_loss = result
+        return (found,)
 
     def _welcome(self, world: World, root: int) -> None:
         """Give newcomers the state of the runs of a member that is ahead."""
@@ -481,7 +494,7 @@ class RepeatedCall(Generic[T]):
         """Nothing has changed."""
 
     def result(self, value: T) -> Any:
-        return value
+        return copy.deepcopy(value)  # the caller may change its own in place
 
     def adopt(self, result: Any) -> T:
         return result  # type: ignore[no-any-return]

@@ -507,7 +507,11 @@ def _join_team(
     place = replace(environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
     hosts, lanes = [environment.host], 1
     if transport.size > 1:
-        hosts, lanes, _ = exchange_introductions(transport, place, check)
+        try:
+            hosts, lanes, _ = exchange_introductions(transport, place, check)
+        except SynclineError:
+            transport.abort()  # another member may wait for this one, and not for the lost one
+            raise
     return place, hosts, lanes
 
 
@@ -521,8 +525,9 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
             team = elastic.formation.latest()
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:
-            transport = elastic.start()
-            place, hosts, lanes = _join_team(transport, elastic.team.members, environment, check)
+            transport, (place, hosts, lanes) = elastic.start(
+                lambda each: _join_team(each, elastic.team.members, environment, check)
+            )
             world = World(place, transport, hosts, check, lanes)
             world.local_size = hosts.count(environment.host)
     except BaseException:

@@ -136,3 +136,11 @@ def test_a_newcomer_of_an_ended_job_is_told() -> None:
     member.leave("it has finished")
     with pytest.raises(WorldError, match="the job has ended"):
         formation(store, 5).await_admission()
+
+
+def test_a_member_that_has_left_does_not_come_back() -> None:
+    store = MemoryStore()
+    formation(store, 0).refuse_second_world()
+    formation(store, 0).leave("it has closed its world")
+    with pytest.raises(WorldError, match="one world"):
+        formation(store, 0).refuse_second_world()

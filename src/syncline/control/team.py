@@ -142,6 +142,15 @@ class TeamFormation:
         """Announce that this member leaves by itself: the others do not wait for it."""
         self.log.append(LEFT, member=self.member, reason=reason)
 
+    def refuse_second_world(self) -> None:
+        """Raise if this member has left before: the others continue without it."""
+        self._read_log()
+        if self.member in self._gone:
+            raise WorldError(
+                f"member {self.member} has left this job ({self._gone[self.member]}): an elastic job has one world; call "
+                "sl.init() once, and world.close() at the end"
+            )
+
     def form(self, before: Team, arrival: Arrival, place: tuple[str, int] | None = None) -> Team:
         """Meet with the other members of the team before, and return the next team.
 

@@ -519,6 +519,7 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
     """The world of a member of an elastic job."""
     connector = elastic.connector
     try:
+        elastic.formation.refuse_second_world()
         if elastic.joining:
             alone = replace(environment, rank=0, size=1, local_rank=0, local_size=1)
             world = World(alone, SingleTransport(connector.runtime, timeout), [environment.host], check)

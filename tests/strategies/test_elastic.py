@@ -279,3 +279,31 @@ def test_limits_that_do_not_fit_are_refused(elastic: tuple[int, int], words: str
 def test_a_join_needs_an_elastic_job() -> None:
     with pytest.raises(WorldError, match="elastic"):
         sl.simulate(lambda world: None, 2, faults=[Join(at=1.0)])
+
+
+def end_together(seed: int) -> None:
+    """A worker is killed in the last step. No other leaves before all have the result of that step, or none has."""
+    draw = random.Random(seed)
+    victim = draw.randrange(WORKERS)
+
+    def work(world: World) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, algorithm="ring"):
+            for step in range(3):
+                if step == 2 and member_of(world) == victim:
+                    kill_rank(world.transport)
+                optimizer.zero_grad()
+                model(torch.full((1, 4), float(member_of(world)))).sum().backward()
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    found = sl.simulate(work, WORKERS, elastic=(1, WORKERS), seed=seed, chaos=True)
+    others = [weights for member, weights in enumerate(found.results) if member != victim]
+    assert all(torch.equal(weights, others[0]) for weights in others)
+
+
+@pytest.mark.hunt
+def test_all_workers_end_with_the_same_model() -> None:
+    hunt_cases(end_together, seeds(40, 2000), "tests.strategies.test_elastic.end_together({seed})")

@@ -290,7 +290,7 @@ def end_together(seed: int) -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with sl.distribute(model, optimizer, algorithm="ring"):
+        with sl.distribute(model, optimizer, algorithm="tree"):
             for step in range(3):
                 if step == 2 and member_of(world) == victim:
                     kill_rank(world.transport)

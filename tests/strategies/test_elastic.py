@@ -218,6 +218,36 @@ def test_a_loss_in_the_step_that_reports_a_newcomer_is_survived(victim: int) -> 
         assert found.time < 1.0
 
 
+@pytest.mark.parametrize("victim", range(4))
+def test_a_loss_while_some_workers_have_run_out_of_data_is_survived(victim: int) -> None:
+    """In the third step of an epoch only two workers have data; afterwards the others copy their weights."""
+
+    def work(world: World) -> tuple[Tensor, Tensor, int]:
+        model = torch.nn.Embedding(34, 8)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            for _ in range(2):
+                for batch in run.shard(DataLoader(Numbers(34), batch_size=4)):
+                    world.compute(0.0002 * (1 + member_of(world) % 3))
+                    optimizer.zero_grad()
+                    model(batch).sum().backward()
+                    optimizer.step()
+        momentum = optimizer.state_dict()["state"][0]["exp_avg"]
+        return model.weight.detach().clone(), momentum, run.stats.steps
+
+    for number in range(16):
+        found = sl.simulate(work, 4, elastic=(1, 4), faults=[Kill(victim, at=0.0068 + 0.00017 * number)])
+        first, *others = [result for result in found.results if result is not None]
+        assert len(others) == 2
+        for weights, momentum, steps in others:
+            assert torch.equal(weights, first[0])
+            assert torch.equal(momentum, first[1])
+            assert steps == first[2]
+        assert first[0].any(1).all(), "every sample is trained"
+        assert found.time < 1.0
+
+
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:
     def work(world: World) -> list[tuple[int, int]]:
         calls: list[tuple[int, int]] = []

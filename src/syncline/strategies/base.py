@@ -505,7 +505,7 @@ class StrategyRun(Run):
         The batches of lost workers are dealt again, unless a complete step has counted them.
         """
         counted = self.counted_steps != self._counted_at_batch
-        lost = () if change.trained and counted else change.lost
+        lost = () if (change.trained and counted) or self.uneven.joined else change.lost
         # A worker that has run out of data has no share of the current global batch.
         untrained = (0 if counted else self._untrained_batches) + self.uneven.waits
         self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, untrained))

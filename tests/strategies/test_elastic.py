@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,6 +246,30 @@ def test_a_loss_while_some_workers_have_run_out_of_data_is_survived(victim: int)
             assert torch.equal(momentum, first[1])
             assert steps == first[2]
         assert first[0].any(1).all(), "every sample is trained"
+        assert found.time < 1.0
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_checkpoint_is_saved_again_after_a_loss(victim: int, tmp_path: Path) -> None:
+    def work(world: World, folder: Path) -> int:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            for step, batch in enumerate(run.shard(DataLoader(Numbers(96), batch_size=4))):
+                world.compute(0.0002)
+                optimizer.zero_grad()
+                model(batch.view(-1, 1).float()).sum().backward()
+                optimizer.step()
+                if step == 1:
+                    sl.checkpoint.save(folder, step=step, model=model, run=run)
+        return run.stats.steps
+
+    for number in range(16):
+        folder = tmp_path / str(number)
+        faults = [Kill(victim, at=0.0056 + 0.00012 * number)]
+        found = sl.simulate(lambda world: work(world, folder), 4, elastic=(1, 4), faults=faults)  # noqa: B023
+        assert len({steps for steps in found.results if steps is not None}) == 1
+        assert sl.checkpoint.latest(folder) is not None
         assert found.time < 1.0
 
 

@@ -273,6 +273,26 @@ def test_a_checkpoint_is_saved_again_after_a_loss(victim: int, tmp_path: Path) -
         assert found.time < 1.0
 
 
+def test_a_newcomer_joins_two_runs_at_once() -> None:
+    def work(world: World) -> list[float]:
+        models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        runs = [sl.distribute(*each, algorithm="ring") for each in zip(models, optimizers, strict=True)]
+        loaders = [run.shard(DataLoader(Numbers(96), batch_size=2), drop_last=True) for run in runs]
+        for batches in zip(*loaders, strict=True):
+            world.compute(0.01)
+            for model, optimizer, batch in zip(models, optimizers, batches, strict=True):
+                optimizer.zero_grad()
+                model(batch.view(-1, 1).float()).sum().backward()
+                optimizer.step()
+        for run in runs:
+            run.close()
+        return [model.weight.item() for model in models]
+
+    found = sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.0)]).results
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:
     def work(world: World) -> list[tuple[int, int]]:
         calls: list[tuple[int, int]] = []

@@ -567,8 +567,8 @@ class StrategyRun(Run):
         if not elastic.joining:
             self.use_team()
             self.readers.regroup(self.communicator.rank, self.communicator.size, ())
-        else:  # a newcomer takes over the state where the loop over the data begins
-            self.readers.enter_at = lambda place: elastic.enter(self.world, place)
+        else:  # a newcomer takes over the state of all its runs where its first loop over data begins
+            self.readers.enter_at = lambda place: not elastic.joining or elastic.enter(self.world, place)
             self.readers.place_of_team = elastic.place_of_team
 
     def state_dict(self) -> dict[str, Any]:

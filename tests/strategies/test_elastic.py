@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,6 +217,80 @@ def test_a_loss_in_the_step_that_reports_a_newcomer_is_survived(victim: int) -> 
         assert all(torch.equal(first, other) for other in others)
         assert first.any(1).all(), "every sample is trained"
         assert found.time < 1.0
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_loss_while_some_workers_have_run_out_of_data_is_survived(victim: int) -> None:
+    """In the third step of an epoch only two workers have data; afterwards the others copy their weights."""
+
+    def work(world: World) -> tuple[Tensor, Tensor, int]:
+        model = torch.nn.Embedding(34, 8)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            for _ in range(2):
+                for batch in run.shard(DataLoader(Numbers(34), batch_size=4)):
+                    world.compute(0.0002 * (1 + member_of(world) % 3))
+                    optimizer.zero_grad()
+                    model(batch).sum().backward()
+                    optimizer.step()
+        momentum = optimizer.state_dict()["state"][0]["exp_avg"]
+        return model.weight.detach().clone(), momentum, run.stats.steps
+
+    for number in range(16):
+        found = sl.simulate(work, 4, elastic=(1, 4), faults=[Kill(victim, at=0.0068 + 0.00017 * number)])
+        first, *others = [result for result in found.results if result is not None]
+        assert len(others) == 2
+        for weights, momentum, steps in others:
+            assert torch.equal(weights, first[0])
+            assert torch.equal(momentum, first[1])
+            assert steps == first[2]
+        assert first[0].any(1).all(), "every sample is trained"
+        assert found.time < 1.0
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_checkpoint_is_saved_again_after_a_loss(victim: int, tmp_path: Path) -> None:
+    def work(world: World, folder: Path) -> int:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            for step, batch in enumerate(run.shard(DataLoader(Numbers(96), batch_size=4))):
+                world.compute(0.0002)
+                optimizer.zero_grad()
+                model(batch.view(-1, 1).float()).sum().backward()
+                optimizer.step()
+                if step == 1:
+                    sl.checkpoint.save(folder, step=step, model=model, run=run)
+        return run.stats.steps
+
+    for number in range(16):
+        folder = tmp_path / str(number)
+        faults = [Kill(victim, at=0.0056 + 0.00012 * number)]
+        found = sl.simulate(lambda world: work(world, folder), 4, elastic=(1, 4), faults=faults)  # noqa: B023
+        assert len({steps for steps in found.results if steps is not None}) == 1
+        assert sl.checkpoint.latest(folder) is not None
+        assert found.time < 1.0
+
+
+def test_a_newcomer_joins_two_runs_at_once() -> None:
+    def work(world: World) -> list[float]:
+        models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        runs = [sl.distribute(*each, algorithm="ring") for each in zip(models, optimizers, strict=True)]
+        loaders = [run.shard(DataLoader(Numbers(96), batch_size=2), drop_last=True) for run in runs]
+        for batches in zip(*loaders, strict=True):
+            world.compute(0.01)
+            for model, optimizer, batch in zip(models, optimizers, batches, strict=True):
+                optimizer.zero_grad()
+                model(batch.view(-1, 1).float()).sum().backward()
+                optimizer.step()
+        for run in runs:
+            run.close()
+        return [model.weight.item() for model in models]
+
+    found = sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.0)]).results
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_resize_callback_sees_old_and_new_numbers() -> None:

@@ -110,6 +110,9 @@ class Participants:
     def assemble(self) -> None:
         """Agree on the ranks; every worker that is not lost calls it before each attempt to save."""
         if self._agreement is None:
+            if self._elastic and self.world is not None:
+                self.rank, self.size = self.world.rank, self.world.size
+                self.ranks = tuple(range(self.size))
             return
         self.group = self._agreement.assemble()
         self.ranks = self.group.ranks
@@ -125,9 +128,14 @@ class Participants:
         """The edition that an attempt has saved; None if all start again without the lost workers."""
         if self._agreement is not None:
             return self._agreement.settle(edition, error)
-        if error is not None:
+        if error is not None and not self._elastic:
             raise error
         return edition
+
+    @property
+    def _elastic(self) -> bool:
+        """Whether the world goes on with the survivors of a loss: they save again."""
+        return self.world is not None and self.world.elastic is not None
 
     @contextmanager
     def span(self, key: str, step: int | None) -> Iterator[None]:
@@ -173,9 +181,13 @@ class Participants:
         """One line of JSON from every rank."""
         if self.group is None or len(self.ranks) == 1:
             return [note]
-        line = bytearray(json.dumps(note).encode() + b"\n")
+        line = bytearray(json.dumps([len(self.ranks), note]).encode() + b"\n")
         joined = allgather(torch.frombuffer(line, dtype=torch.uint8), group=self.group)
-        return [json.loads(line) for line in joined.numpy().tobytes().splitlines()]
+        found = [json.loads(line) for line in joined.numpy().tobytes().splitlines()]
+        expected = max(ranks for ranks, _ in found)
+        if expected != len(found):  # in an elastic world; some rank began before the loss
+            raise PeerLostError(f"{len(found)} of {expected} workers are left in the middle of a checkpoint")
+        return [note for _, note in found]
 
     def _settle(self, what: str, notes: list[dict[str, Any]], error: Exception | None) -> list[Any]:
         failed = [rank for rank, note in zip(self.ranks, notes, strict=True) if "error" in note]

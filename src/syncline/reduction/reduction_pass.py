@@ -83,7 +83,6 @@ class ReductionPass:
         self._elastic = reducer.elastic
         self._generation = self._team_generation()
         """The team to which the buckets are sent."""
-        self._repeated = False
         self._interruption: PeerLostError | None = None
         """The error of a launch during backward, which is raised at its end."""
         self._kept: dict[int, Tensor] = {}
@@ -181,7 +180,7 @@ class ReductionPass:
             self._sum_outside(control, self._scale * self._after * rescale)
         if self._elastic is not None:
             self._elastic.newcomers_known |= control.newcomers > 0
-            self._elastic.idle_after_loss |= self._repeated and 0 < control.active < size
+            self._elastic.idle_after_loss |= self._elastic.data_changed and 0 < control.active < size
         return self._conclude(control)
 
     def _conclude(self, control: ControlNumbers) -> ControlNumbers:
@@ -211,7 +210,7 @@ class ReductionPass:
             self._codec_state.restore(self._codec_before)
             self._queue = ReductionQueue(self._communicator)
         self._rows.clear()
-        self._launched, self._interruption, self._repeated = [], None, True
+        self._launched, self._interruption = [], None
         self._launch()
         if self._queue is not None:
             self._queue.close()

@@ -505,7 +505,7 @@ class StrategyRun(Run):
         The batches of lost workers are dealt again, unless a complete step has counted them.
         """
         counted = self.counted_steps != self._counted_at_batch
-        lost = () if change.trained and counted else change.lost
+        lost = () if (change.trained and counted) or self.uneven.joined else change.lost
         # A worker that has run out of data has no share of the current global batch.
         untrained = (0 if counted else self._untrained_batches) + self.uneven.waits
         self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, untrained))
@@ -567,8 +567,8 @@ class StrategyRun(Run):
         if not elastic.joining:
             self.use_team()
             self.readers.regroup(self.communicator.rank, self.communicator.size, ())
-        else:  # a newcomer takes over the state where the loop over the data begins
-            self.readers.enter_at = lambda place: elastic.enter(self.world, place)
+        else:  # a newcomer takes over the state of all its runs where its first loop over data begins
+            self.readers.enter_at = lambda place: not elastic.joining or elastic.enter(self.world, place)
             self.readers.place_of_team = elastic.place_of_team
 
     def state_dict(self) -> dict[str, Any]:

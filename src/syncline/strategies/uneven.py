@@ -40,6 +40,8 @@ class UnevenData:
         """The latest arguments of `set_weight`."""
         self.waits = False
         """Whether this worker has run out of data, and takes part in the others' rounds."""
+        self.joined = False
+        """Whether it has completed such a round: the last global batch is trained then."""
         self.rates: list[list[float]] | None = None
         """The learning rates at each reduction of an uneven epoch; None outside such an epoch."""
         self._compares_rates = True
@@ -178,10 +180,10 @@ class UnevenData:
         run, missed, continues, self.waits = self._run, 0, False, True
         try:
             while not continues and run.join_idle():
-                missed += 1
+                missed, self.joined = missed + 1, True
                 continues = run.between_steps(missed)
         finally:
-            self.waits = False
+            self.waits = self.joined = False
         continues, run.epoch_continues = continues or run.epoch_continues, False
         if continues:
             raise EpochContinues

@@ -197,6 +197,8 @@ class Elastic:
         self.idle_after_loss = False
         """Whether workers without data took part in a step that was repeated after a loss: they continue the epoch with
         data of the lost worker, and need the weights of the others. The same on all members, between two steps."""
+        self.data_changed = False
+        """Whether the data was dealt to another team in the present operation. The same on all members."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._dealt_team = self.team
@@ -242,6 +244,7 @@ class Elastic:
         """
         if self._inside or self.joining:
             return operation.attempt()
+        self.data_changed = False
         if self._postponed:
             self._postponed = False
             self._change_data(world, self._describe_change(self.team, trained=not operation.trains))
@@ -434,7 +437,7 @@ class Elastic:
         return TeamChange(len(old), team.members.index(self.limits.member), len(team.members), lost, trained)
 
     def _change_data(self, world: World, change: TeamChange) -> None:
-        self._reader_team = self.team
+        self._reader_team, self.data_changed = self.team, True
         for run in world.runs:
             run.apply_change_of_data(change)
 

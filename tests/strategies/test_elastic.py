@@ -28,7 +28,7 @@ STRATEGIES = {
     "sparse": ("allreduce", "topk(0.3)|quantize(4)"),
     "low rank": ("allreduce", "powersgd(2)"),
     "local": ("local(period=2)", None),
-    "post-local": ("local(period=2, after=3)", "quantize(8)"),
+    "local, quantized": ("local(period=2)", "quantize(8)"),
     "diloco": ("diloco(period=2)", None),
     "adacomm": ("adacomm", None),
 }
@@ -314,12 +314,14 @@ def test_a_resize_callback_sees_old_and_new_numbers() -> None:
     assert found[3] == []
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "easgd", "ensemble", "allreduce(delay=1)", "diloco(overlap=True)"])
+@pytest.mark.parametrize(
+    "strategy", ["gossip", "easgd", "ensemble", "allreduce(delay=1)", "diloco(overlap=True)", "local(after=2)"]
+)
 def test_strategies_that_need_all_workers_are_refused(strategy: str) -> None:
     def work(world: World) -> None:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(IncompatibleError, match="--elastic"):
+        with pytest.raises(IncompatibleError, match=r"--elastic|leave `after` out"):
             sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
 
     sl.simulate(work, 2, elastic=(1, 2))
@@ -382,3 +384,40 @@ def end_together(seed: int) -> None:
 @pytest.mark.hunt
 def test_all_workers_end_with_the_same_model() -> None:
     hunt_cases(end_together, seeds(40, 2000), "tests.strategies.test_elastic.end_together({seed})")
+
+
+def test_a_broadcast_whose_root_is_lost_is_refused() -> None:
+    def work(world: World) -> None:
+        if world.rank == 2:
+            kill_rank(world.transport)
+            world.compute(1.0)
+        sl.broadcast(torch.zeros(1), root=2)
+
+    found = sl.simulate(work, 3, elastic=(1, 3), return_exceptions=True).results
+    assert isinstance(found[0], WorldError)
+    assert "rank 2 (member 2) was lost" in str(found[0])
+
+
+def test_different_collectives_end_with_a_sentence() -> None:
+    def work(world: World) -> None:
+        if world.rank == 0:
+            sl.allreduce(torch.zeros(64), op="sum", algorithm="ring")
+        else:
+            sl.allreduce(torch.zeros(4), op="sum", algorithm="ring")
+
+    found = sl.simulate(work, 2, elastic=(1, 2), return_exceptions=True, timeout=5.0).results
+    assert all(isinstance(result, sl.errors.SynclineError) for result in found)
+
+
+def test_the_last_operation_of_a_world_is_the_same_on_all() -> None:
+    def end(seed: int) -> None:
+        def work(world: World) -> float:
+            with world:
+                if member_of(world) == 3:
+                    kill_rank(world.transport)
+                return float(sl.allreduce(torch.ones(1), op="sum", algorithm="tree"))
+
+        found = sl.simulate(work, WORKERS, elastic=(1, WORKERS), seed=seed, chaos=True).results
+        assert len(set(found[:3])) == 1, found
+
+    hunt_cases(end, seeds(20, 1000), "end({seed})")

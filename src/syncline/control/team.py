@@ -29,7 +29,7 @@ ARRIVE_KEY = "control/arrive"
 WAITING, TEAM, LOST, LEFT = "waiting", "team", "lost", "left"
 """Kinds of log entries: a newcomer waits; a team was formed; a member is lost; a member has left by itself."""
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
-"""Seconds between two looks at the store while a team forms: at first, and at most."""
+"""Polling interval of the store in seconds while a team forms: at first, and at most."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ class TeamFormation:
         self._read_log()
         if self.member in self._gone:
             raise WorldError(
-                f"member {self.member} has left this job ({self._gone[self.member]}): an elastic job has one world; call "
-                "sl.init() once, and world.close() at the end"
+                f"member {self.member} has left this job ({self._gone[self.member]}): an elastic job has one world; "
+                "call sl.init() once, and world.close() at the end"
             )
 
     def form(self, before: Team, arrival: Arrival, place: tuple[str, int] | None = None) -> Team:
-        """Meet with the other members of the team before, and return the next team.
+        """Wait for the other members of the team before, and return the next team.
 
         Newcomers that wait at `place` are admitted, and the minimum is demanded, only if the most advanced members are
         between two steps.

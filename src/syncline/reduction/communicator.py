@@ -21,7 +21,7 @@ from syncline.errors import IncompatibleError
 from syncline.reduction.stats import Stats
 from syncline.transports import Handle
 from syncline.transports.messages import CompletedHandle
-from syncline.world import Group, World, allgather, allreduce, broadcast, broadcast_object
+from syncline.world import Group, World, allgather, allreduce, broadcast_from, broadcast_object
 
 __all__ = ["Communicator", "broadcast_tensors", "broadcast_tree", "check_same"]
 
@@ -152,11 +152,14 @@ class Communicator:
         return float(reduced)
 
     def from_root(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """The root's tensor. It is sent through the CPU: ranks may share a GPU, which NCCL refuses."""
+        """The root's tensor. It is sent through the CPU: ranks may share a GPU, which NCCL refuses.
+
+        In an elastic world rank 0 may be lost; the next rank 0 is then the root.
+        """
         if self.size == 1:
             return tensor
-        result: Tensor = broadcast(tensor.cpu(), root=root, group=self.group).to(tensor.device)
-        return result
+        sent: Tensor = broadcast_from(tensor.cpu(), root, group=self.group, replaceable=root == 0)
+        return sent.to(tensor.device)
 
     @property
     def gather_algorithm(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncline.codecs import TensorSlice
 from syncline.collectives.compressed import NonfiniteGuard, compressed_allreduce
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, ProtocolError, SynclineError
 from syncline.reduction.buckets import Bucket, BucketSet
 from syncline.reduction.communicator import Communicator
 from syncline.reduction.control import ControlNumbers, write_control
@@ -83,7 +83,7 @@ class ReductionPass:
         self._elastic = reducer.elastic
         self._generation = self._team_generation()
         """The team to which the buckets are sent."""
-        self._interruption: PeerLostError | None = None
+        self._interruption: SynclineError | None = None
         """The error of a launch during backward, which is raised at its end."""
         self._kept: dict[int, Tensor] = {}
         """In an elastic world: the content of each bucket before it was scaled and sent."""
@@ -282,7 +282,7 @@ class ReductionPass:
         elif self._interruption is None:
             try:
                 self._launch_full()
-            except PeerLostError as error:  # backward goes on, and its end repeats the pass
+            except (PeerLostError, ProtocolError) as error:  # backward goes on, and its end repeats the pass
                 self._interruption = error
 
     def _launch_full(self) -> None:
@@ -358,7 +358,9 @@ class ReductionPass:
                 if index in buckets.views:
                     buckets.views[index].zero_()
                 elif index in buckets.in_place:
-                    self._in_place[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                    row = self._in_place[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                    if self._elastic is not None:
+                        self._kept_rows[index] = row.clone()
             elif index in buckets.in_place:
                 self._take_in_place(index, gradient)
             elif index in buckets.views:

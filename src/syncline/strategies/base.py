@@ -445,8 +445,8 @@ class StrategyRun(Run):
         if self.world.elastic is not None and self.world.elastic.joining:
             self.release()
             raise WorldError(
-                f"this worker (member {self.world.elastic.limits.member}) has run its whole script and was not admitted "
-                "to the team: the others had passed each epoch before it, and its model is not trained"
+                f"this worker (member {self.world.elastic.limits.member}) has run its whole script and was not "
+                "admitted to the team: the others had passed each epoch before it, and its model is not trained"
             )
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
         if self.communicator.size > 1 or self.asynchronous:

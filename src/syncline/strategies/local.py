@@ -232,7 +232,9 @@ class LocalRun(AveragingRun):
 
     @property
     def elastic_refusal(self) -> str:
-        return ""
+        if not self.rule.after:
+            return ""
+        return f"{self.strategy!r} needs even data in its first steps, and a loss makes it uneven: leave `after` out"
 
     def use_team(self) -> None:
         super().use_team()

@@ -60,6 +60,8 @@ REPORT_EVERY_S = 1.0
 """Seconds between two reports of a member's step."""
 MAX_ATTEMPTS = 100
 """Teams that are formed for one change, before the world gives up: each attempt loses a member."""
+MAX_UNCHANGED_TEAMS = 3
+"""How often an operation is repeated with the same members, before the world gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +203,7 @@ class Elastic:
         """Whether the data was dealt to another team in the present operation. The same on all members."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
-        self._dealt_team = self.team
+        self._batch_team = self.team
         """The team to which the current batch was dealt."""
         self._reader_team = self.team
         """The team to which the next batch is dealt."""
@@ -232,7 +234,7 @@ class Elastic:
             except (PeerLostError, ProtocolError) as error:
                 logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                 continue
-            self._dealt_team = self._reader_team = self.team
+            self._batch_team = self._reader_team = self.team
             return transport, found
 
     # Operations.
@@ -255,7 +257,8 @@ class Elastic:
             self._inside = False
 
     def _repeat(self, world: World, operation: RepeatableOperation[T]) -> T:
-        for _ in range(MAX_ATTEMPTS):
+        unchanged = 0
+        while True:
             before = self.team.members
             try:
                 value = operation.attempt()
@@ -264,15 +267,18 @@ class Elastic:
                 logger.info("member %d: %s; the survivors form a team", self.limits.member, error)
                 self._refuse(world, error)
                 found = self._change_team(world, operation, error)
+                unchanged = unchanged + 1 if self.team.members == before else 0
                 # A message of another operation may arrive after a loss; without a loss it is a mistake.
-                if isinstance(error, ProtocolError) and self.team.members == before:
-                    raise
+                if unchanged and (isinstance(error, ProtocolError) or unchanged == MAX_UNCHANGED_TEAMS):
+                    raise WorldError(
+                        f"an operation of all workers has failed {unchanged} times although none was lost ({error}): "
+                        "do all workers call the same collectives, as often as the others? After a loss a worker may "
+                        "have a batch less than others in an epoch"
+                    ) from error
                 if found is not None:
                     value = operation.adopt(found[0])
                     break
                 operation.prepare_again()
-        else:
-            raise WorldError(f"member {self.limits.member}: an operation was repeated {MAX_ATTEMPTS} times in vain")
         self.operations += 1
         self._last = (operation.result(value), self.newcomers_known, self.idle_after_loss)
         return value
@@ -295,7 +301,7 @@ class Elastic:
 
     def batch_read(self, world: World, place: DataPlace, step: int) -> None:
         """A batch of this place is read, by the team to which the readers belong, before the given step."""
-        self._dealt_team = self._reader_team
+        self._batch_team = self._reader_team
         if place != self._place:  # newcomers may wait for this epoch
             self._place, self._reported, self._checked = place, -REPORT_EVERY_S, -CHECK_EVERY_S
         self._report_progress(world, step)
@@ -383,7 +389,9 @@ class Elastic:
                 return self._install(world, operation)
             except (PeerLostError, ProtocolError) as again:
                 logger.info("member %d: %s; the team is formed again", self.limits.member, again)
-        raise WorldError(f"member {self.limits.member}: no team was formed in {MAX_ATTEMPTS} attempts") from error
+        raise WorldError(
+            f"member {self.limits.member}: no team could be connected in {MAX_ATTEMPTS} attempts"
+        ) from error
 
     def _abort(self, world: World) -> None:
         """End the waits on the old channels, here and at the other members."""
@@ -399,7 +407,7 @@ class Elastic:
         if team.operations < 0:
             raise WorldError(f"no member of {list(team.members)} has the state of the job: all that had it are lost")
         newcomer = self.operations < 0
-        found = self._hand_over(world, operation)
+        found = self._share_last_result(world, operation)
         change = self._describe_change(team, trained=found is not None or operation is None or not operation.trains)
         ahead = [member for member in team.members if team.completed(member) == team.operations]
         between_steps = all(team.arrivals[member].between_steps for member in ahead)
@@ -410,15 +418,15 @@ class Elastic:
         if between_steps:
             self.newcomers_known = self._newcomer_seen = False
         if newcomer:
-            self._welcome(world, team.members.index(ahead[0]))
-            self._dealt_team, self.operations, self.joining = team, team.operations, False
+            self._send_state_to_newcomers(world, team.members.index(ahead[0]))
+            self._batch_team, self.operations, self.joining = team, team.operations, False
             self._change_data(world, TeamChange(world.size, world.rank, world.size, (), True))
         else:
             self._postponed = (found is not None or operation is None) and not between_steps
             self._behind = found is not None and between_steps
             if not (self._postponed or self._behind):  # before a newcomer gets the position in the data
                 self._change_data(world, change)
-            self._welcome(world, team.members.index(ahead[0]))
+            self._send_state_to_newcomers(world, team.members.index(ahead[0]))
         logger.log(
             logging.WARNING if world.rank == 0 else logging.INFO,
             "team %d continues with %d workers (members %s)",
@@ -432,7 +440,7 @@ class Elastic:
 
     def _describe_change(self, team: Team, trained: bool) -> TeamChange:
         """The change from the team to which the current batch was dealt."""
-        old = self._dealt_team.members
+        old = self._batch_team.members
         lost = tuple(rank for rank, member in enumerate(old) if member not in team.members)
         return TeamChange(len(old), team.members.index(self.limits.member), len(team.members), lost, trained)
 
@@ -441,7 +449,7 @@ class Elastic:
         for run in world.runs:
             run.apply_change_of_data(change)
 
-    def _hand_over(self, world: World, operation: RepeatableOperation[Any] | None) -> tuple[Any] | None:
+    def _share_last_result(self, world: World, operation: RepeatableOperation[Any] | None) -> tuple[Any] | None:
         """Give the result of the latest operation to members that could not complete it."""
         team = self.team
         counts = [team.completed(member) for member in team.members]
@@ -465,7 +473,7 @@ class Elastic:
         found, self.newcomers_known, self.idle_after_loss = result
         return (found,)
 
-    def _welcome(self, world: World, root: int) -> None:
+    def _send_state_to_newcomers(self, world: World, root: int) -> None:
         """Give newcomers the state of the runs of a member that is ahead."""
         if all(count >= 0 for count in map(self.team.completed, self.team.members)):
             return

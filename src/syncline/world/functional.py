@@ -17,7 +17,7 @@ from torch import Tensor
 from syncline.collectives import NATIVE, build, channel
 from syncline.collectives.executor import chunk_edges
 from syncline.costs import AUTO
-from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError, SynclineError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError, SynclineError, WorldError
 from syncline.specs import nearest
 from syncline.state_trees import MESSAGE, decode, encode
 from syncline.transports import Handle, Op, Transport
@@ -33,6 +33,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_from",
     "broadcast_object",
     "compare_calls",
     "gather",
@@ -161,6 +162,19 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
     >>> sl.simulate(lambda world: sl.broadcast(torch.tensor([world.rank]), root=1), ranks=3).results
     (tensor([1]), tensor([1]), tensor([1]))
     """
+    return broadcast_from(x, root, algorithm, group, async_)
+
+
+def broadcast_from(
+    x: Any,
+    root: int = 0,
+    algorithm: str = NATIVE,
+    group: Group | None = None,
+    async_: bool = False,
+    *,
+    replaceable: bool = False,
+) -> Any:
+    """Like `broadcast`. `replaceable`: if the root is lost, rank 0 of the next team is as good a source."""
     comm = _resolve_group(group)
     with _share_errors(comm, "broadcast"):
         _check_root(root, comm)
@@ -173,6 +187,10 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
 
     def work() -> Any:
         native, members = comm.transport.native, comm.transport.members
+        if source not in members and not replaceable:
+            raise WorldError(
+                f"rank {root} (member {source}) was lost before it had sent its value to all by {describe}"
+            )
         present = members.index(source) if source in members else 0  # the team may have changed since the call
         if schedule is None and native.available:
             if flat.numel():

@@ -251,7 +251,7 @@ class World:
 
     def rebind(self, transport: Transport, members: Sequence[int]) -> None:
         """Continue with another team on this channel. Groups of the runs are rebound by their communicators."""
-        _, hosts, lanes = _join_team(transport, members, self.environment, self.check)
+        _, hosts, lanes = _introduce_members(transport, members, self.environment, self.check)
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.rank, self.size = transport.rank, transport.size
         self.hosts = tuple(hosts)
@@ -318,6 +318,8 @@ class World:
             return
         for run in list(self.runs):
             run.close()
+        if self.elastic is not None and not self.elastic.joining:
+            self.barrier()  # no worker leaves while another may need the result of its last operation
         for group in self._groups:
             group.drain()
         self._leave()
@@ -499,7 +501,7 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
     return world
 
 
-def _join_team(
+def _introduce_members(
     transport: Transport, members: Sequence[int], environment: Environment, check: bool
 ) -> tuple[Environment, list[str], int]:
     """This process's environment in a new team, the hosts of its members, and the number of lanes."""
@@ -527,7 +529,7 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:
             transport, (place, hosts, lanes) = elastic.start(
-                lambda each: _join_team(each, elastic.team.members, environment, check)
+                lambda each: _introduce_members(each, elastic.team.members, environment, check)
             )
             world = World(place, transport, hosts, check, lanes)
             world.local_size = hosts.count(environment.host)

@@ -35,8 +35,8 @@ logger = logging.getLogger("syncline")
 INTRODUCTION_BYTES = 256
 MAX_HOST_CHARS = 160
 """Longest host name that is sent to the other ranks; the version of Syncline follows it."""
-HAS_SPARE_CORES, WANTS_CHECK = 1, 2
-"""Flags that a rank sends to the others: it has spare processors; it wants every collective compared."""
+WANTS_CHECK = 1
+"""The flag of a rank that wants every collective compared."""
 LEAVE_TIMEOUT_S = 5.0
 """Timeout in seconds of operations in progress when the world is left after an error."""
 ENGINES = ("torch_dist", "mpi", "zeromq")
@@ -580,21 +580,22 @@ def _environment_of(environment: Environment, engine: Transport) -> Environment:
 
 
 def exchange_introductions(transport: Transport, environment: Environment, check: bool) -> tuple[list[str], int, bool]:
-    """Exchange host, version, spare processors and the wish for `check` among all ranks.
+    """Exchange host, version, processors and the wish for `check` among all ranks.
 
     Returns all hosts, the number of lanes that suits all, and whether a rank wants `check`. One lane reduces while the
     engine's thread moves the bytes of another: that needs two processors per rank.
     """
     table = torch.zeros(transport.size, INTRODUCTION_BYTES, dtype=torch.uint8)
-    # The hosts of a lab are one machine.
-    sharing = transport.size if "SYNCLINE_LAB" in os.environ else environment.local_size
-    spare = len(os.sched_getaffinity(0)) >= 2 * sharing if hasattr(os, "sched_getaffinity") else False
-    words = f"{environment.host[:MAX_HOST_CHARS]}\0{package_version()}".encode()[: INTRODUCTION_BYTES - 1]
-    mine = bytes([HAS_SPARE_CORES * spare + WANTS_CHECK * check]) + words.ljust(INTRODUCTION_BYTES - 1, b"\0")
+    pairs = len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else 0
+    words = f"{environment.host[:MAX_HOST_CHARS]}\0{package_version()}".encode()[: INTRODUCTION_BYTES - 2]
+    mine = bytes([WANTS_CHECK * check, min(pairs, 255)]) + words.ljust(INTRODUCTION_BYTES - 2, b"\0")
     table[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     move_pieces(Channel(transport, (), BufferPool(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)
-    texts = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace").partition("\0") for row in table]
+    texts = [bytes(row[2:].tolist()).rstrip(b"\0").decode(errors="replace").partition("\0") for row in table]
     check_versions({f"rank {rank}": version for rank, (_, _, version) in enumerate(texts)})
-    flags = [int(flag) for flag in table[:, 0]]
-    lanes = 2 if all(flag & HAS_SPARE_CORES for flag in flags) else 1
-    return [host for host, _, _ in texts], lanes, any(flag & WANTS_CHECK for flag in flags)
+    hosts = [host for host, _, _ in texts]
+    # The hosts of a lab are one machine.
+    sharing = [transport.size if "SYNCLINE_LAB" in os.environ else hosts.count(host) for host in hosts]
+    spare = all(int(row[1]) >= count for row, count in zip(table, sharing, strict=True))
+    lanes = 2 if spare and not transport.timing.virtual else 1
+    return hosts, lanes, any(int(row[0]) & WANTS_CHECK for row in table)

@@ -204,6 +204,7 @@ class StrategyRun(Run):
         self._untrained_batches = 0
         """The number of latest batches that are in no step that counts for all, the current one included."""
         self.on_resize = settings.on_resize
+        self._team_size = communicator.size
         self.uneven = UnevenData(self)
         self.watch = ModelWatch(self, self._reload if self.copies_weights and communicator.size > 1 else None)
         self._closed = False
@@ -484,12 +485,14 @@ class StrategyRun(Run):
         return self.control_channel()
 
     def team_changed(self, change: TeamChange) -> None:
-        """The world has another team. Its own lost workers and newcomers are in `change`."""
+        """The world has another team: continue with it, and tell the script if the number of workers has changed."""
         self.use_team()
         self.uneven.forget_rates()
+        old, self._team_size = self._team_size, change.size
         elastic = self.world.elastic
-        if self.on_resize is not None and elastic is not None and not elastic.joining:
-            self.on_resize(change.old_size, change.size)
+        newcomer = elastic is not None and elastic.joining
+        if self.on_resize is not None and old != change.size and not newcomer:
+            self.on_resize(old, change.size)
 
     def batch_read(self, reader: Sharded | MicroBatches) -> None:
         """A batch of a reader is about to be trained on."""
@@ -565,6 +568,7 @@ class StrategyRun(Run):
         if self.elastic_refusal and (elastic.joining or not self.asynchronous):
             raise IncompatibleError(self.elastic_refusal)
         if not elastic.joining:
+            self._team_size = self.communicator.size
             self.use_team()
             self.readers.regroup(self.communicator.rank, self.communicator.size, ())
         else:  # a newcomer takes over the state of all its runs where its first loop over data begins

@@ -106,7 +106,6 @@ class DataPlace(NamedTuple):
 class TeamChange:
     """A change of the team, for those who depend on the number of workers. Ranks are those in the teams."""
 
-    old_size: int
     rank: int
     size: int
     lost: tuple[int, ...]
@@ -420,7 +419,7 @@ class Elastic:
         if newcomer:
             self._send_state_to_newcomers(world, team.members.index(ahead[0]))
             self._batch_team, self.operations, self.joining = team, team.operations, False
-            self._change_data(world, TeamChange(world.size, world.rank, world.size, (), True))
+            self._change_data(world, TeamChange(world.rank, world.size, (), True))
         else:
             self._postponed = (found is not None or operation is None) and not between_steps
             self._behind = found is not None and between_steps
@@ -442,7 +441,7 @@ class Elastic:
         """The change from the team to which the current batch was dealt."""
         old = self._batch_team.members
         lost = tuple(rank for rank, member in enumerate(old) if member not in team.members)
-        return TeamChange(len(old), team.members.index(self.limits.member), len(team.members), lost, trained)
+        return TeamChange(team.members.index(self.limits.member), len(team.members), lost, trained)
 
     def _change_data(self, world: World, change: TeamChange) -> None:
         self._reader_team, self.data_changed = self.team, True

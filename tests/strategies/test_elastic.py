@@ -130,6 +130,18 @@ def test_survivors_go_on_and_agree(name: str) -> None:
     hunt_cases(check, seeds(14 if name == "dense" else 4, 1200), f"survive{STRATEGIES[name]}({{seed}})")
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("local, quantized", 3045),  # a newcomer whose team could not be connected is alone again
+        ("dense", 3023),  # two losses while a worker has run out of data
+    ],
+)
+def test_seeds_that_once_failed(name: str, seed: int) -> None:
+    survive(*STRATEGIES[name])(seed)
+
+
 def test_the_survivors_repeat_the_step_with_their_own_gradients() -> None:
     """After a loss a step applies the mean over the survivors, exactly as a job of these workers would."""
 

@@ -179,7 +179,7 @@ class UnevenData:
         """
         run, missed, continues, self.waits = self._run, 0, False, True
         try:
-            while not continues and run.join_idle():
+            while not continues and self._join_round():
                 missed, self.joined = missed + 1, True
                 continues = run.between_steps(missed)
         finally:
@@ -188,6 +188,12 @@ class UnevenData:
         if continues:
             raise EpochContinues
         return missed
+
+    def _join_round(self) -> bool:
+        """Take part in a round of the others. Returns whether any worker had data."""
+        if self._run.world.elastic is not None:
+            self._run.world.elastic.round_begins()
+        return self._run.join_idle()
 
     def _check_rates(self, later: int) -> None:
         """Compare the learning rates of the last reduction with all workers, `later` reductions before the last."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from syncline.control import Arrival, Team, TeamFormation
 from syncline.errors import PeerLostError, ProtocolError, SpecError, SynclineError, UnsupportedError, WorldError
-from syncline.transports import TeamConnector, Transport
+from syncline.transports import SingleTransport, TeamConnector, Transport
 
 if TYPE_CHECKING:
     from syncline.world.group import Group
@@ -305,6 +305,10 @@ class Elastic:
             self._place, self._reported, self._checked = place, -REPORT_EVERY_S, -CHECK_EVERY_S
         self._report_progress(world, step)
 
+    def round_begins(self) -> None:
+        """This member has run out of data, and takes part in a step for which the others have read a batch."""
+        self._batch_team = self._reader_team
+
     def between_steps(self, world: World) -> None:
         """Admit newcomers that all members know of, or wait for some if too few members are left."""
         if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
@@ -340,11 +344,22 @@ class Elastic:
                 except (PeerLostError, ProtocolError) as error:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                     self._abort(world)
+                    self._be_alone(world)
                     team = self.formation.wait_again(team, lambda: self._has_passed(place))
         finally:
             self._inside = False
         self._lead_epochs = max(1, 2 * self._lead_epochs)  # their epochs are short: wait for a later one
         return False
+
+    def _be_alone(self, world: World) -> None:
+        """In a newcomer whose team could not be connected: its collectives are its own again until it enters."""
+        size = world.size
+        world.rebind(SingleTransport(self.connector.runtime, world.transport.timeout), (self.limits.member,))
+        for communicator in self.communicators:
+            communicator.rebind()
+        for run in world.runs:
+            run.team_changed(TeamChange(0, 1, (), True))
+        world.rank, world.size = size - 1, size
 
     def place_of_team(self) -> DataPlace | None:
         """Where the team reads its data, as its first members have reported; None while that is unknown."""

@@ -223,13 +223,13 @@ class Elastic:
 
     # The first team.
 
-    def start(self, meet: Callable[[Transport], T]) -> tuple[Transport, T]:
-        """Form the first team with the other launched members, and connect it. All its members call `meet`."""
+    def start(self, introduce: Callable[[Transport], T]) -> tuple[Transport, T]:
+        """Form the first team with the other launched members, and connect it. All its members call `introduce`."""
         while True:
             self.team = self.formation.form(self.team, Arrival(0, between_steps=False))
             try:
                 transport = self.connector.connect(self.team.members, self.team.generation)
-                found = meet(transport)
+                found = introduce(transport)
             except (PeerLostError, ProtocolError) as error:
                 logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                 continue

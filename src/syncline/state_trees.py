@@ -19,6 +19,7 @@ A JSON object whose key starts with "$" is a mark. A dict of the user with such 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -32,10 +33,23 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError, ProtocolError
 
-__all__ = ["CHECKPOINT", "MAX_DEPTH", "MESSAGE", "TreeKinds", "clone", "decode", "encode"]
+__all__ = [
+    "CHECKPOINT",
+    "MAX_DEPTH",
+    "MESSAGE",
+    "TreeKinds",
+    "clone",
+    "decode",
+    "encode",
+    "pack",
+    "packed_bytes",
+    "unpack",
+]
 
 MAX_DEPTH = 100
 """Levels of a tree. No state dict is deeper; a tree that contains itself ends here."""
+ALIGN_BYTES = 16
+"""Tensors of a packed tree begin at multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,3 +276,42 @@ def clone(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(clone(item) for item in value)
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def pack(value: Any, name: str) -> tuple[bytes, Tensor]:
+    """A tree as the bytes of a JSON document and one buffer with a copy of all tensors, to be sent to another rank.
+
+    >>> document, buffer = pack({"step": 3, "m": torch.zeros(2)}, "adam")
+    >>> buffer.dtype, unpack(document, buffer, "adam")
+    (torch.uint8, {'step': 3, 'm': tensor([0., 0.])})
+    """
+    tree, tensors = encode(value, name, MESSAGE)
+    headers: list[tuple[str, str, list[int], str, int]] = []
+    offset = 0
+    for key, tensor in tensors.items():
+        headers.append((key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type, offset))
+        offset += -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    buffer = torch.zeros(offset, dtype=torch.uint8)
+    for (*_, start), tensor in zip(headers, tensors.values(), strict=True):
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            buffer[start : start + tensor.nbytes].copy_(flat)
+    return json.dumps({"tree": tree, "tensors": headers, "bytes": offset}).encode(), buffer
+
+
+def packed_bytes(document: bytes) -> int:
+    """The length of the buffer that belongs to a document."""
+    return int(json.loads(document)["bytes"])
+
+
+def unpack(document: bytes, buffer: Tensor, name: str, device: torch.device | None = None) -> Any:
+    """The tree of `pack`. Tensors that were on a GPU are moved to `device`."""
+    found = json.loads(document)
+    tensors: dict[str, Tensor] = {}
+    for key, kind, shape, place, start in found["tensors"]:
+        dtype = getattr(torch, kind)
+        nbytes = math.prod(shape) * dtype.itemsize
+        # A copy: a view would keep the whole buffer alive, and torch.save would save all of it.
+        tensor = buffer[start : start + nbytes].clone().view(dtype).view(shape)
+        tensors[key] = tensor.to(device) if place == "cuda" and device is not None else tensor
+    return decode(found["tree"], tensors, name)

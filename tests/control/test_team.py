@@ -79,11 +79,11 @@ def test_newcomers_are_admitted_between_steps_only() -> None:
     member = formation(store, 0)
     team = member.form(Team(0, (0,)), Arrival(0, between_steps=False))
     assert team.members == (0,)
-    assert member.newcomers_wait(team, HERE)
+    assert member.waiting(team, HERE)
     team = member.form(team, Arrival(4, between_steps=True), HERE)
     assert (team.members, team.completed(0), team.completed(5)) == ((0, 5), 4, -1)
     assert formation(store, 5).await_admission() == team
-    assert not member.newcomers_wait(team, HERE)
+    assert not member.waiting(team, HERE)
 
 
 def test_a_newcomer_is_admitted_at_its_place_in_the_data() -> None:
@@ -93,10 +93,10 @@ def test_a_newcomer_is_admitted_at_its_place_in_the_data() -> None:
     member = formation(store, 0)
     team = member.form(Team(0, (0,)), Arrival(0, between_steps=True), LATER)
     assert team.members == (0,)
-    assert not member.newcomers_wait(team, LATER)
+    assert not member.waiting(team, LATER)
     assert newcomer.await_admission(gave_up=lambda: True) is None
     newcomer.ask_to_join(LATER)
-    assert member.newcomers_wait(team, LATER)
+    assert member.waiting(team, LATER)
     assert member.form(team, Arrival(1, between_steps=True), LATER).members == (0, 5)
 
 
@@ -106,7 +106,7 @@ def test_a_newcomer_waits_where_the_team_is_complete() -> None:
     member = formation(store, 0, maximum=1)
     team = member.form(Team(0, (0,)), Arrival(0, between_steps=True), HERE)
     assert team.members == (0,)
-    assert not member.newcomers_wait(team, HERE)
+    assert not member.waiting(team, HERE)
     with pytest.raises(WorldError, match="not admitted"):
         formation(store, 5).await_admission()
 

@@ -210,19 +210,19 @@ def test_a_loss_in_the_step_that_reports_a_newcomer_is_survived(victim: int) -> 
     """Some workers complete the step and know of the newcomer; the others take over both."""
 
     def work(world: World) -> Tensor:
-        model = torch.nn.Embedding(96, 64)
+        model = torch.nn.Embedding(384, 64)
         torch.nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with sl.distribute(model, optimizer, algorithm="ring") as run:
-            for batch in run.shard(DataLoader(Numbers(96), batch_size=4)):
+            for batch in run.shard(DataLoader(Numbers(384), batch_size=4)):
                 world.compute(0.0002 * (1 + member_of(world)))
                 optimizer.zero_grad()
                 model(batch).sum().backward()
                 optimizer.step()
         return model.weight.detach().clone()
 
-    for number in range(8):
-        faults: list[Fault] = [Join(at=0.0), Kill(victim, at=0.0063 + 0.00003 * number)]
+    for number in range(16):  # the later ones while the newcomer is connected and admitted
+        faults: list[Fault] = [Join(at=0.0), Kill(victim, at=0.0063 + (0.00003 if number < 8 else 0.001) * number)]
         found = sl.simulate(work, 4, elastic=(1, 6), faults=faults)
         first, *others = [result for result in found.results if result is not None]
         assert len(others) == 3

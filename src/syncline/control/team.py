@@ -40,6 +40,8 @@ class Arrival:
     """The collective operations that it has completed; −1 for a newcomer that has not received the state yet."""
     between_steps: bool
     """Whether it is between two steps, where newcomers can be admitted. False: a loss has interrupted an operation."""
+    prepared: int = 0
+    """The number of the channels to a future team that it has connected in advance; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ class Team:
     def operations(self) -> int:
         """The most operations that a member has completed."""
         return max((arrival.operations for arrival in self.arrivals.values()), default=0)
+
+    @property
+    def prepared(self) -> int:
+        """The number of the channels that all members with the state have connected in advance; 0 if there are none."""
+        found = {arrival.prepared for arrival in self.arrivals.values() if arrival.operations >= 0}
+        return found.pop() if len(found) == 1 else 0
 
     def completed(self, member: int) -> int:
         """The operations that a member had completed; −1 for a newcomer."""
@@ -99,12 +107,15 @@ class TeamFormation:
         """Announce that this process waits to be admitted where the others reach `place`: a reader and its epoch."""
         self.log.append(WAITING, member=self.member, place=place)
 
-    def await_admission(self, after: int = 0, gave_up: Callable[[], bool] = lambda: False) -> Team | None:
+    def await_admission(
+        self, after: int = 0, gave_up: Callable[[], bool] = lambda: False, soon: Callable[[], bool] = lambda: False
+    ) -> Team | None:
         """Wait until a team after the generation `after` contains this newcomer.
 
-        `gave_up` is asked again and again; None is returned if it says that the others have passed the place.
+        `gave_up` is asked again and again; None is returned if it says that the others have passed the place. `soon`
+        says whether the admission is expected within a few steps: the store is then asked more often.
         """
-        for _ in self._poll():
+        for _ in self._poll(soon):
             passed = gave_up()
             team = self.latest()  # after the question: the team may have been formed at that place
             if team is not None and team.generation > after and self.member in team.members:
@@ -119,10 +130,12 @@ class TeamFormation:
             f"(at most {self._maximum} workers), or the job does not read its data by run.shard() or run.steps()"
         )
 
-    def wait_again(self, failed: Team, gave_up: Callable[[], bool]) -> Team | None:
+    def wait_again(
+        self, failed: Team, gave_up: Callable[[], bool], soon: Callable[[], bool] = lambda: False
+    ) -> Team | None:
         """In a newcomer whose team could not be connected: wait for the next admission."""
         self._arrive(failed.generation + 1, Arrival(-1, between_steps=True))
-        return self.await_admission(failed.generation, gave_up)
+        return self.await_admission(failed.generation, gave_up, soon)
 
     def latest(self) -> Team | None:
         """The latest team that was decided; None before the first."""
@@ -131,10 +144,10 @@ class TeamFormation:
             self._latest, generation = team, team.generation
         return self._latest
 
-    def newcomers_wait(self, team: Team, place: tuple[str, int] | None) -> bool:
-        """Whether a newcomer waits that a next team would admit at this place in the data. It asks the store."""
+    def waiting(self, team: Team, place: tuple[str, int] | None) -> tuple[int, ...]:
+        """The newcomers that a next team would admit at this place in the data. It asks the store."""
         self._read_log()
-        return len(team.members) < self._maximum and bool(self._newcomers(team, self._absent(), place))
+        return tuple(self._newcomers(team, self._absent(), place)[: max(0, self._maximum - len(team.members))])
 
     # Members.
 
@@ -262,13 +275,14 @@ class TeamFormation:
             elif entry.kind in (LOST, LEFT):
                 self._gone[member] = str(entry.fields.get("reason", ""))
 
-    def _poll(self) -> Iterator[None]:
-        """Yields again and again, with growing pauses, until the pauses add up to the timeout.
+    def _poll(self, soon: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Yields again and again, with growing pauses, until the pauses add up to the timeout. `soon`: short pauses.
 
         The clock is not asked: this process may have been suspended, and the others were not slow.
         """
         paused, pause = 0.0, MIN_POLL_S
         while paused < self._timeout_s:
             yield
+            pause = MIN_POLL_S if soon() else pause
             self._runtime.sleep(pause)
             paused, pause = paused + pause, min(2 * pause, MAX_POLL_S)

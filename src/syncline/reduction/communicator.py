@@ -19,7 +19,7 @@ from syncline.collectives.compressed import CompressedCollectives, RequestExecut
 from syncline.collectives.compressed.requests import WaitableReduction
 from syncline.errors import IncompatibleError
 from syncline.reduction.stats import Stats
-from syncline.transports import Handle
+from syncline.transports import Handle, Transport
 from syncline.transports.messages import CompletedHandle
 from syncline.world import Group, World, allgather, allreduce, broadcast_from, broadcast_object
 
@@ -78,11 +78,11 @@ class Communicator:
         self.overlap_encoding = self.world.spare and self.size > 1 and self._native.available
         """Encoding has a processor beside backward, and an engine that sends without our help."""
 
-    def rebind(self) -> None:
-        """Continue with the present team of an elastic world. Choices of `auto` stay as they are."""
+    def rebind(self, transport: Transport) -> None:
+        """Continue with the present team of an elastic world, on this channel. Choices of `auto` stay as they are."""
         if self.size > 1:
             self._choices_of_teams = self.choices
-        self.world.rebind_group(self.group)
+        self.world.rebind_group(self.group, transport)
         self._use_group()
         self.adopt(self._choices_of_teams)
 

@@ -3,8 +3,8 @@
     active │ weight │ not finite │ dense[0] … dense[P−1] │ sparse[0] … sparse[P−1] │ newcomers (elastic worlds only)
 
 Each rank writes its own, and the reduction returns the sum: how many ranks had data, their total weight, how many had
-NaN or Inf, for each parameter how many ranks have a gradient of it, and how many know of a newcomer that waits for the
-team. They need no message of their own.
+NaN or Inf, for each parameter how many ranks have a gradient of it, and what they report about newcomers
+(`Elastic.report_newcomers`). They need no message of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_control(
     not_finite: Tensor | bool,
     dense: Sequence[bool],
     sparse: Sequence[bool],
-    newcomers: bool = False,
+    newcomers: int = 0,
 ) -> None:
     """Write this rank's numbers into `into`."""
     numbers = [float(active), weight, 0.0, *map(float, dense), *map(float, sparse)]

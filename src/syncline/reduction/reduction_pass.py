@@ -179,7 +179,7 @@ class ReductionPass:
         if self.buckets.outside or any(control.sparse):
             self._sum_outside(control, self._scale * self._after * rescale)
         if self._elastic is not None:
-            self._elastic.newcomers_known |= control.newcomers > 0
+            self._elastic.note_newcomers(control.newcomers)
             self._elastic.idle_after_loss |= self._elastic.data_changed and 0 < control.active < size
         return self._conclude(control)
 
@@ -534,7 +534,7 @@ class ReductionPass:
     def _write_control(self) -> None:
         """Write this rank's control numbers."""
         reducer = self._reducer
-        newcomers = self._elastic is not None and self._elastic.newcomer_waits()
+        newcomers = 0 if self._elastic is None else self._elastic.report_newcomers()
         if (
             len(self.arrivals) == len(self.arrived)
             and not newcomers

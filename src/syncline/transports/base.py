@@ -392,9 +392,10 @@ class TeamConnector(Protocol):
         """The members that are known to be lost, each with the reason. It may ask the store."""
         ...
 
-    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
-        """The channel of a team. All its members call it. Raises a `PeerLostError` if one is lost meanwhile.
+    def connect(self, members: tuple[int, ...], number: int) -> Transport:
+        """The channel of a team. All its members call it with the same number, which no other team has.
 
+        Raises a `PeerLostError` if a member is lost meanwhile. Several channels may be connected at the same time.
         `abort` of a team's channel, or of a split of it, ends the waits of all members on it.
         """
         ...

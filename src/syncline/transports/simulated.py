@@ -479,8 +479,8 @@ class SimulatedConnector:
     def lost(self) -> dict[int, str]:
         return {rank: self.network.end_of(rank) for rank in self.network.gone if self.network.broken(rank)}
 
-    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
-        channel = self.network.channel(("team", generation, members))
+    def connect(self, members: tuple[int, ...], number: int) -> Transport:
+        channel = self.network.channel(("team", number, members))
         return SimulatedTransport(self.network, members, self.member, channel, self.timeout, team=True)
 
     def close(self) -> None:

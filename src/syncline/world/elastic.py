@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from syncline.control import Arrival, Team, TeamFormation
 from syncline.errors import PeerLostError, ProtocolError, SpecError, SynclineError, UnsupportedError, WorldError
+from syncline.state_trees import pack
 from syncline.transports import SingleTransport, TeamConnector, Transport
+from syncline.world.team_channels import (
+    Introducer,
+    Introduction,
+    Preparation,
+    TeamChannels,
+    open_channels,
+    recv_state,
+    send_state,
+)
 
 if TYPE_CHECKING:
     from syncline.world.group import Group
@@ -60,6 +70,8 @@ REPORT_EVERY_S = 1.0
 """Seconds between two reports of a member's step."""
 MAX_ATTEMPTS = 100
 """Teams that are formed for one change, before the world gives up: each attempt loses a member."""
+MAX_PREPARATIONS = 16
+"""How often a team connects to newcomers in the background. After that it waits until they are connected."""
 MAX_UNCHANGED_TEAMS = 3
 """How often an operation is repeated with the same members, before the world gives up."""
 
@@ -142,8 +154,8 @@ class TeamGroup(Protocol):
 
     group: Group
 
-    def rebind(self) -> None:
-        """Continue with the present team."""
+    def rebind(self, transport: Transport) -> None:
+        """Continue with the present team, on this channel."""
         ...
 
 
@@ -179,6 +191,7 @@ class Elastic:
         """`first` is the number of workers that the launcher has started. `timeout_s` bounds the forming of a team."""
         self.connector = connector
         self.limits = limits
+        self._timeout_s = timeout_s
         self.formation = TeamFormation(
             connector.store,
             limits.member,
@@ -193,8 +206,18 @@ class Elastic:
         """Whether this process is a newcomer that is not in the team yet."""
         self.operations = -1 if limits.joins else 0
         """The number of operations that this member has completed; −1 in a newcomer."""
+        self.introduce: Introducer
+        """Exchanges introductions on the channel of a team. Set by the world."""
         self.newcomers_known = False
         """Whether all members know that a newcomer waits. The same on all members, between two steps."""
+        self._admission_due = False
+        """Whether all members are connected to the newcomers. The same on all members, between two steps."""
+        self._preparation: Preparation | None = None
+        """The connection to newcomers in the background. In members: the same on all, between two steps."""
+        self._preparations = 0
+        """How many the present team has begun."""
+        self._state_channel: Transport | None = None
+        """The channel on which a newcomer of the present team receives the state."""
         self.idle_after_loss = False
         """Whether workers without data took part in a step that was repeated after a loss: they continue the epoch with
         data of the lost worker, and need the weights of the others. The same on all members, between two steps."""
@@ -223,13 +246,13 @@ class Elastic:
 
     # The first team.
 
-    def start(self, introduce: Callable[[Transport], T]) -> tuple[Transport, T]:
-        """Form the first team with the other launched members, and connect it. All its members call `introduce`."""
+    def start(self) -> tuple[Transport, Introduction]:
+        """Form the first team with the other launched members, and connect it."""
         while True:
             self.team = self.formation.form(self.team, Arrival(0, between_steps=False))
             try:
                 transport = self.connector.connect(self.team.members, self.team.generation)
-                found = introduce(transport)
+                found = self.introduce(transport, self.team.members)
             except (PeerLostError, ProtocolError) as error:
                 logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                 continue
@@ -290,13 +313,45 @@ class Elastic:
 
     # Newcomers and changes between two steps.
 
-    def newcomer_waits(self) -> bool:
-        """Whether this member knows of a waiting newcomer. It asks the store now and then."""
+    def report_newcomers(self) -> int:
+        """What this member reports about newcomers in its next reduction, which sums it over the team.
+
+        Before a preparation: 1 if it knows of a newcomer. It asks the store now and then. During a preparation: 1 if it
+        is connected, and a number that makes the sum negative if it cannot be connected.
+        """
+        if self._preparation is not None:
+            failed = self._preparation.failed or self._preparation.communicators != len(self.communicators)
+            return -len(self.team.members) if failed else int(self._preparation.ready)
         now = self.connector.runtime.now()
         if not self._newcomer_seen and now - self._checked >= CHECK_EVERY_S:
             self._checked = now
-            self._newcomer_seen = self.formation.newcomers_wait(self.team, self._place)
-        return self._newcomer_seen
+            self._newcomer_seen = bool(self.formation.waiting(self.team, self._place))
+        return int(self._newcomer_seen)
+
+    def note_newcomers(self, reports: int) -> None:
+        """The sum of the reports of all members, in the same reduction on all of them."""
+        if self._preparation is None:
+            self.newcomers_known |= reports > 0
+        elif reports < 0:
+            self._forget_newcomers()
+        else:
+            self._admission_due = reports == len(self.team.members)
+
+    def _forget_newcomers(self) -> None:
+        """Look for newcomers anew, in the next step."""
+        self.newcomers_known = self._newcomer_seen = self._admission_due = False
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.abandon()
+
+    def _prepare(self) -> None:
+        """Begin to connect the newcomers in the background."""
+        self._preparations += 1
+        number = self.team.generation * MAX_PREPARATIONS + self._preparations
+        self._preparation = preparation = Preparation(self.connector, self.limits.member, number)
+        if self.limits.member == self.team.members[0]:
+            preparation.propose((*self.team.members, *self.formation.waiting(self.team, self._place)))
+        preparation.start(len(self.team.members), len(self.communicators), self.introduce)
 
     def batch_read(self, world: World, place: DataPlace, step: int) -> None:
         """A batch of this place is read, by the team to which the readers belong, before the given step."""
@@ -317,8 +372,13 @@ class Elastic:
             self._behind = False
             self._change_data(world, self._describe_change(self.team, trained=True))
             return
-        if not self.newcomers_known and len(self.team.members) >= self.limits.minimum:
-            return
+        if len(self.team.members) >= self.limits.minimum:
+            if not self.newcomers_known:
+                return
+            if not self._admission_due and self._preparations < MAX_PREPARATIONS:
+                if self._preparation is None:
+                    self._prepare()
+                return
         self._inside = True
         try:
             self._change_team(world, None, None)
@@ -335,7 +395,7 @@ class Elastic:
         self.formation.ask_to_join(place)
         self._inside = True
         try:
-            team = self.formation.await_admission(gave_up=lambda: self._has_passed(place))
+            team = self.formation.await_admission(0, lambda: self._has_passed(place), self._prepare_newcomer)
             while team is not None:
                 self.team = team
                 try:
@@ -345,18 +405,40 @@ class Elastic:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                     self._abort(world)
                     self._be_alone(world)
-                    team = self.formation.wait_again(team, lambda: self._has_passed(place))
+                    team = self.formation.wait_again(team, lambda: self._has_passed(place), self._prepare_newcomer)
         finally:
             self._inside = False
         self._lead_epochs = max(1, 2 * self._lead_epochs)  # their epochs are short: wait for a later one
         return False
 
+    def _prepare_newcomer(self) -> bool:
+        """In a newcomer that waits: connect to the members in the background when they begin to connect to it.
+
+        Returns whether it is connected.
+        """
+        team, preparation = self.formation.latest(), self._preparation
+        if team is None or self.limits.member in team.members:  # it is admitted already, perhaps with this preparation
+            return team is not None
+        first = team.generation * MAX_PREPARATIONS + 1
+        if preparation is not None and (preparation.failed or preparation.number < first):
+            preparation.abandon()
+            self._preparation, first = None, max(first, preparation.number + 1)
+        if self._preparation is None:
+            candidate = Preparation(self.connector, self.limits.member, max(first, self._preparations))
+            while candidate.find() and self.limits.member not in candidate.members:
+                candidate = Preparation(self.connector, self.limits.member, candidate.number + 1)
+            self._preparations = candidate.number
+            if candidate.members:
+                self._preparation = candidate
+                candidate.start(0, len(self.communicators), self.introduce)
+        return self._preparation is not None and self._preparation.ready
+
     def _be_alone(self, world: World) -> None:
         """In a newcomer whose team could not be connected: its collectives are its own again until it enters."""
-        size = world.size
-        world.rebind(SingleTransport(self.connector.runtime, world.transport.timeout), (self.limits.member,))
+        size, runtime, timeout = world.size, self.connector.runtime, world.transport.timeout
+        world.rebind(SingleTransport(runtime, timeout), Introduction((world.host,), 1))
         for communicator in self.communicators:
-            communicator.rebind()
+            communicator.rebind(SingleTransport(runtime, timeout))
         for run in world.runs:
             run.team_changed(TeamChange(0, 1, (), True))
         world.rank, world.size = size - 1, size
@@ -397,7 +479,9 @@ class Elastic:
         for attempt in range(MAX_ATTEMPTS):
             if operation is not None or attempt:  # between two steps the others still complete theirs
                 self._abort(world)
-            arrival = Arrival(self.operations, between_steps=operation is None)
+            ready = self._preparation is not None and self._preparation.ready
+            prepared = self._preparation.number if self._preparation is not None and ready else 0
+            arrival = Arrival(self.operations, between_steps=operation is None, prepared=prepared)
             self.team = self.formation.form(self.team, arrival, self._place)
             try:
                 return self._install(world, operation)
@@ -416,7 +500,10 @@ class Elastic:
     def _install(self, world: World, operation: RepeatableOperation[Any] | None = None) -> tuple[Any] | None:
         """Connect the team, bring all members to the same operation, and tell the runs."""
         team = self.team
-        world.rebind(self.connector.connect(team.members, team.generation), team.members)
+        channels = self._open_channels(team)
+        world.rebind(channels.transport, channels.introduction)
+        for communicator, transport in zip(self.communicators, channels.splits, strict=True):
+            communicator.rebind(transport)
         self._refuse_newcomer_without_run(world)
         if team.operations < 0:
             raise WorldError(f"no member of {list(team.members)} has the state of the job: all that had it are lost")
@@ -425,8 +512,6 @@ class Elastic:
         change = self._describe_change(team, trained=found is not None or operation is None or not operation.trains)
         ahead = [member for member in team.members if team.completed(member) == team.operations]
         between_steps = all(team.arrivals[member].between_steps for member in ahead)
-        for communicator in self.communicators:
-            communicator.rebind()
         for run in world.runs:
             run.team_changed(change)
         if between_steps:
@@ -447,6 +532,26 @@ class Elastic:
             *(team.generation, world.size, list(team.members)),
         )
         return found
+
+    def _open_channels(self, team: Team) -> TeamChannels:
+        """The channels of a team: those that all its members have prepared, or else new ones."""
+        preparation, self._preparation = self._preparation, None
+        self._preparations, self._admission_due = 0, False
+        self._checked = -CHECK_EVERY_S  # a newcomer without the state may wait again
+        if self._state_channel is not None:
+            self._state_channel.close()  # every newcomer has the state: it would not have arrived without
+        newcomers = any(team.completed(member) < 0 for member in team.members)
+        wanted = (team.prepared, team.members, len(self.communicators))
+        if preparation is not None and (preparation.number, preparation.members, preparation.communicators) == wanted:
+            channels = preparation.take(self._timeout_s)
+        else:
+            if preparation is not None:
+                preparation.abandon()
+            channels = open_channels(
+                self.connector, team.members, team.generation, len(self.communicators), self.introduce, newcomers
+            )
+        self._state_channel = channels.state
+        return channels
 
     def _refuse_newcomer_without_run(self, world: World) -> None:
         if self.joining and not world.runs:
@@ -488,18 +593,24 @@ class Elastic:
         return (found,)
 
     def _send_state_to_newcomers(self, world: World, root: int) -> None:
-        """Give newcomers the state of the runs of a member that is ahead."""
-        if all(count >= 0 for count in map(self.team.completed, self.team.members)):
+        """Give newcomers the state of the runs of a member that is ahead. The members do not wait for it."""
+        newcomers = [rank for rank, member in enumerate(self.team.members) if self.team.completed(member) < 0]
+        channel = self._state_channel
+        if channel is None or not newcomers:
             return
-        from syncline.world.functional import broadcast_object
-
-        for run in world.runs:
-            state = broadcast_object(run.newcomer_state() if root == world.rank else None, root, group=world.everyone)
-            if self.operations < 0:
-                run.load_newcomer_state(state)
+        if world.rank == root:
+            packed = [pack(run.newcomer_state(), "state") for run in world.runs]  # a copy: training continues
+            self.connector.runtime.spawn(send_state, channel, newcomers, packed, name="state")
+        elif world.rank in newcomers:
+            for run in world.runs:
+                run.load_newcomer_state(recv_state(channel, root, world.device))
 
     def close(self, reason: str) -> None:
         """Leave the job."""
+        if self._preparation is not None:
+            self._preparation.abandon()
+        if self._state_channel is not None:
+            self._state_channel.close()
         try:
             self.formation.leave(reason)
         except RuntimeError:  # the store is gone, and so is the job

@@ -19,7 +19,7 @@ from syncline.collectives.executor import chunk_edges
 from syncline.costs import AUTO
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError, SynclineError, WorldError
 from syncline.specs import nearest
-from syncline.state_trees import MESSAGE, decode, encode
+from syncline.state_trees import pack, unpack
 from syncline.transports import Handle, Op, Transport
 from syncline.transports.base import COMPARISON_TAGS, LANE_TAGS, format_bytes, group_ranks_by_text
 from syncline.world.arrays import import_array, import_dlpack, widen
@@ -575,27 +575,19 @@ def broadcast_object(value: Any = None, root: int = 0, group: Group | None = Non
     {'rate': 0.1, 'order': tensor([2, 0, 1])}
     """
     comm = _resolve_group(group)
-    tensors: dict[str, Tensor] = {}
-    text = b""
+    text, buffer = b"", torch.zeros(0, dtype=torch.uint8)
     if comm.rank == root:
         try:
-            tree, tensors = encode(value, "value", MESSAGE)
-            headers = [
-                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type]
-                for name, tensor in tensors.items()
-            ]
-            text = json.dumps({"tree": tree, "tensors": headers}).encode()
+            text, buffer = pack(value, "value")
         except (IncompatibleError, ValueError) as error:  # sent to all ranks, because they wait for the tree
             digits = "" if isinstance(error, IncompatibleError) else "a number has too many digits to be sent: "
             text = json.dumps({"refused": f"{digits}{error}"}).encode()
-    length = int(broadcast(torch.tensor([len(text)]), root, group=comm))
-    padded = torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)
-    document = json.loads(bytes(broadcast(padded, root, group=comm).tolist()))
-    if "refused" in document:
-        raise IncompatibleError(document["refused"])
-    received: dict[str, Tensor] = {}
-    for name, dtype, shape, device in document["tensors"]:
-        own = tensors[name].cpu() if comm.rank == root else torch.zeros(shape, dtype=getattr(torch, dtype))
-        tensor: Tensor = broadcast(own, root, group=comm)  # on the CPU: it is rare, and ranks may share a GPU
-        received[name] = tensor.to(comm.world.device) if device == "cuda" else tensor
-    return decode(document["tree"], received, f"the object of rank {comm.ranks[root]}")
+    lengths = broadcast(torch.tensor([len(text), buffer.numel()]), root, group=comm).tolist()
+    padded = torch.frombuffer(bytearray(text.ljust(lengths[0], b"\0")), dtype=torch.uint8)
+    document = broadcast(padded, root, group=comm).numpy().tobytes()
+    refused = json.loads(document).get("refused")
+    if refused:
+        raise IncompatibleError(refused)
+    if lengths[1]:  # through the CPU: it is rare, and ranks may share a GPU
+        buffer = broadcast(buffer if comm.rank == root else buffer.new_zeros(lengths[1]), root, group=comm)
+    return unpack(document, buffer, f"the object of rank {comm.ranks[root]}", comm.world.device)

@@ -27,6 +27,7 @@ from syncline.transports.base import DEFAULT_TIMEOUT_S, check_ranks
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.world.elastic import Elastic, ElasticLimits, TeamListener, check_elastic_engine, read_elastic
 from syncline.world.group import Group
+from syncline.world.team_channels import Introduction
 
 __all__ = ["World", "current_world", "init"]
 
@@ -249,22 +250,20 @@ class World:
         """Simulate a computation of so many seconds: virtual seconds in a simulation, a sleep otherwise."""
         self.runtime.sleep(seconds * self.transport.timing.slowdown())
 
-    def rebind(self, transport: Transport, members: Sequence[int]) -> None:
+    def rebind(self, transport: Transport, introduction: Introduction) -> None:
         """Continue with another team on this channel. Groups of the runs are rebound by their communicators."""
-        _, hosts, lanes = _introduce_members(transport, members, self.environment, self.check)
+        hosts, lanes = introduction.hosts, introduction.lanes
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.rank, self.size = transport.rank, transport.size
-        self.hosts = tuple(hosts)
+        self.hosts = hosts
         self._host_numbers = tuple(numbers[host] for host in hosts)
         self.local_size = hosts.count(self.host)
         self.lanes = lanes
         self.transport = transport
         self.everyone.rebind(transport, range(self.size), self._host_numbers, lanes)
 
-    def rebind_group(self, group: Group) -> None:
-        """Continue a group of all ranks with the present team. Every rank calls it in the same order."""
-        transport = self.transport.split(range(self.size))
-        assert transport is not None, "every rank is a member"
+    def rebind_group(self, group: Group, transport: Transport) -> None:
+        """Continue a group of all ranks with the present team, on this channel."""
         group.rebind(transport, range(self.size), self._host_numbers, self.lanes)
 
     def init_simulated(self, options: InitOptions) -> World:
@@ -503,23 +502,24 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
 
 def _introduce_members(
     transport: Transport, members: Sequence[int], environment: Environment, check: bool
-) -> tuple[Environment, list[str], int]:
-    """This process's environment in a new team, the hosts of its members, and the number of lanes."""
+) -> Introduction:
+    """Exchange introductions on the channel of a new team."""
     transport.members = tuple(members)
+    if transport.size == 1:
+        return Introduction((environment.host,), 1)
     place = replace(environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
-    hosts, lanes = [environment.host], 1
-    if transport.size > 1:
-        try:
-            hosts, lanes, _ = exchange_introductions(transport, place, check)
-        except SynclineError:
-            transport.abort()  # another member may wait for this one, and not for the lost one
-            raise
-    return place, hosts, lanes
+    try:
+        hosts, lanes, _ = exchange_introductions(transport, place, check)
+    except SynclineError:
+        transport.abort()  # another member may wait for this one, and not for the lost one
+        raise
+    return Introduction(tuple(hosts), lanes)
 
 
 def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeout: float) -> World:
     """The world of a member of an elastic job."""
     connector = elastic.connector
+    elastic.introduce = lambda transport, members: _introduce_members(transport, members, environment, check)
     try:
         elastic.formation.refuse_second_world()
         if elastic.joining:
@@ -528,11 +528,10 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
             team = elastic.formation.latest()
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:
-            transport, (place, hosts, lanes) = elastic.start(
-                lambda each: _introduce_members(each, elastic.team.members, environment, check)
-            )
-            world = World(place, transport, hosts, check, lanes)
-            world.local_size = hosts.count(environment.host)
+            transport, found = elastic.start()
+            place = replace(environment, rank=transport.rank, size=transport.size, local_rank=0, local_size=1)
+            world = World(place, transport, found.hosts, check, found.lanes)
+            world.local_size = found.hosts.count(environment.host)
     except BaseException:
         connector.close()
         raise

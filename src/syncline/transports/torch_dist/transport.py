@@ -557,11 +557,11 @@ class TorchConnector:
     def lost(self) -> dict[int, str]:
         return self.factory.liveness.read_lost()
 
-    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
+    def connect(self, members: tuple[int, ...], number: int) -> Transport:
         self.factory.liveness.follow(members)
         if len(members) == 1:
             return SingleTransport(self.runtime, self.timeout)
-        return TorchTransport(self.factory, members, self.member, f"team{generation}")
+        return TorchTransport(self.factory, members, self.member, f"team{number}")
 
     def close(self) -> None:
         self.factory.close()

@@ -14,7 +14,7 @@ A member that was left out, because it was frozen or cut off meanwhile, finds a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from syncline.control.log import ControlLog
@@ -164,11 +164,17 @@ class TeamFormation:
                 "call sl.init() once, and world.close() at the end"
             )
 
-    def form(self, before: Team, arrival: Arrival, place: tuple[str, int] | None = None) -> Team:
+    def form(
+        self,
+        before: Team,
+        arrival: Arrival,
+        place: tuple[str, int] | None = None,
+        only: Collection[int] | None = None,
+    ) -> Team:
         """Wait for the other members of the team before, and return the next team.
 
         Newcomers that wait at `place` are admitted, and the minimum is demanded, only if the most advanced members are
-        between two steps.
+        between two steps. `only`: the newcomers to which this member is connected in advance. Others wait longer.
         """
         generation = before.generation + 1
         self._arrive(generation, arrival)
@@ -191,21 +197,25 @@ class TeamFormation:
                 raise self._declared_lost(f"is not in team {generation}")
             present = tuple(member for member in before.members if member not in absent)
             team = Team(generation, present, {member: arrived[member] for member in present})
-            proposal = self._with_newcomers(team, absent, place)
+            proposal = self._with_newcomers(team, absent, place, only)
             if proposal is not None:
                 self._propose(proposal)
-        return self._give_up(before, arrival, place, missing)
+        return self._give_up(before, arrival, place, only, missing)
 
     def _arrive(self, generation: int, arrival: Arrival) -> None:
         self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
 
-    def _with_newcomers(self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None) -> Team | None:
+    def _with_newcomers(
+        self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None, only: Collection[int] | None
+    ) -> Team | None:
         """The team, with newcomers where they can be admitted; None while it has fewer members than the minimum."""
         ahead = [member for member in team.members if team.completed(member) == team.operations]
         if not all(team.arrivals[member].between_steps for member in ahead):
             with_state = tuple(member for member in team.members if team.completed(member) >= 0)
             return replace(team, members=with_state)  # a newcomer without the state waits for the next step
         newcomers = self._newcomers(team, absent, place)[: max(0, self._maximum - len(team.members))]
+        if only is not None and team.prepared:
+            newcomers = [member for member in newcomers if member in only]
         members = (*team.members, *newcomers)
         return replace(team, members=members) if len(members) >= self._minimum else None
 
@@ -234,7 +244,14 @@ class TeamFormation:
             self.log.append(TEAM, generation=generation, team=list(team.members))
         return team
 
-    def _give_up(self, before: Team, arrival: Arrival, place: tuple[str, int] | None, missing: list[int]) -> Team:
+    def _give_up(
+        self,
+        before: Team,
+        arrival: Arrival,
+        place: tuple[str, int] | None,
+        only: Collection[int] | None,
+        missing: list[int],
+    ) -> Team:
         """The timeout has passed: declare the missing members lost, or end if too few are left."""
         if not missing:
             absent = self._absent()
@@ -247,7 +264,7 @@ class TeamFormation:
             reason = f"it has not reached the others within {self._timeout_s:.3g} s"
             self._gone[member] = reason
             self.log.append(LOST, member=member, reason=reason)
-        return self.form(before, arrival, place)
+        return self.form(before, arrival, place, only)
 
     def _declared_lost(self, consequence: str) -> WorldError:
         return WorldError(

@@ -316,16 +316,19 @@ class Elastic:
     def report_newcomers(self) -> int:
         """What this member reports about newcomers in its next reduction, which sums it over the team.
 
-        Before a preparation: 1 if it knows of a newcomer. It asks the store now and then. During a preparation: 1 if it
-        is connected, and a number that makes the sum negative if it cannot be connected.
+        1 if it knows of a newcomer that waits at this place in the data, and during a preparation is connected to it.
+        It asks the store now and then. A number that makes the sum negative if it cannot be connected.
         """
-        if self._preparation is not None:
-            failed = self._preparation.failed or self._preparation.communicators != len(self.communicators)
-            return -len(self.team.members) if failed else int(self._preparation.ready)
+        preparation = self._preparation
+        if preparation is not None and not (preparation.ready or preparation.failed):
+            return 0
         now = self.connector.runtime.now()
         if not self._newcomer_seen and now - self._checked >= CHECK_EVERY_S:
             self._checked = now
-            self._newcomer_seen = bool(self.formation.waiting(self.team, self._place))
+            newcomers = self.formation.waiting(self.team, self._place)
+            self._newcomer_seen = bool(newcomers) if preparation is None else preparation.serves(newcomers)
+        if preparation is not None and (preparation.failed or preparation.communicators != len(self.communicators)):
+            return -len(self.team.members)
         return int(self._newcomer_seen)
 
     def note_newcomers(self, reports: int) -> None:
@@ -347,6 +350,7 @@ class Elastic:
     def _prepare(self) -> None:
         """Begin to connect the newcomers in the background."""
         self._preparations += 1
+        self._newcomer_seen, self._checked = False, -CHECK_EVERY_S
         number = self.team.generation * MAX_PREPARATIONS + self._preparations
         self._preparation = preparation = Preparation(self.connector, self.limits.member, number)
         if self.limits.member == self.team.members[0]:
@@ -358,6 +362,7 @@ class Elastic:
         self._batch_team = self._reader_team
         if place != self._place:  # newcomers may wait for this epoch
             self._place, self._reported, self._checked = place, -REPORT_EVERY_S, -CHECK_EVERY_S
+            self._newcomer_seen = False
         self._report_progress(world, step)
 
     def round_begins(self) -> None:
@@ -482,7 +487,8 @@ class Elastic:
             ready = self._preparation is not None and self._preparation.ready
             prepared = self._preparation.number if self._preparation is not None and ready else 0
             arrival = Arrival(self.operations, between_steps=operation is None, prepared=prepared)
-            self.team = self.formation.form(self.team, arrival, self._place)
+            only = self._preparation.members if self._preparation is not None and prepared else None
+            self.team = self.formation.form(self.team, arrival, self._place, only)
             try:
                 return self._install(world, operation)
             except (PeerLostError, ProtocolError) as again:

@@ -131,12 +131,19 @@ class Preparation:
         self._connector, self._member = connector, member
         self._channels: TeamChannels | None = None
         self._abandoned = False
+        self._present = 0
         self._task: Task | None = None
 
     @property
     def ready(self) -> bool:
         """Whether all members of the candidate are connected."""
         return self._channels is not None
+
+    def serves(self, waiting: Sequence[int]) -> bool:
+        """Whether all newcomers of the candidate are among those that wait. It fails if one of them is lost."""
+        lost = self._connector.lost()
+        self.failed |= any(member in lost for member in self.members)
+        return set(waiting) >= set(self.members[self._present :])
 
     def propose(self, members: tuple[int, ...]) -> None:
         """Write the candidate into the store."""
@@ -154,14 +161,14 @@ class Preparation:
 
     def start(self, present: int, communicators: int, introduce: Introducer) -> None:
         """Begin to connect in the background. `present` is the number of members of the present team."""
-        self.communicators = communicators
-        self._task = self._connector.runtime.spawn(self._connect, present, introduce, name="prepare")
+        self.communicators, self._present = communicators, present
+        self._task = self._connector.runtime.spawn(self._connect, introduce, name="prepare")
 
-    def _connect(self, present: int, introduce: Introducer) -> None:
+    def _connect(self, introduce: Introducer) -> None:
         channels = None
         try:
             self._wait_until(self.find, "the candidate")
-            if len(self.members) <= present:
+            if len(self.members) <= self._present:
                 raise PeerLostError("no newcomer waits any more")
             # The connections themselves cannot be given up soon: begin when all members are there.
             here = [f"{self._key}/here/{member}" for member in self.members]
@@ -173,7 +180,7 @@ class Preparation:
             )
         except (SynclineError, RuntimeError) as error:
             logger.info("member %d has connected nothing in advance: %s", self._member, error)
-        self._channels, self.failed = channels, channels is None
+        self._channels, self.failed = channels, self.failed or channels is None
         if self._abandoned:
             self.abandon()
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 import syncline as sl
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.testing import hunt_cases
+from syncline.transports import Transport
 from syncline.transports.faults import Fault, Join, Kill
-from syncline.transports.simulated import kill_rank
+from syncline.transports.simulated import SimulatedConnector, kill_rank
 from syncline.world import Simulation, World
 from tests.data.cases import Numbers
 from tests.hunting import seeds
@@ -433,3 +434,33 @@ def test_the_last_operation_of_a_world_is_the_same_on_all() -> None:
         assert len(set(found[:3])) == 1, found
 
     hunt_cases(end, seeds(20, 1000), "end({seed})")
+
+
+def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new connection takes two steps here, and the members do not wait for it."""
+    connect = SimulatedConnector.connect
+
+    def connect_slowly(self: SimulatedConnector, members: tuple[int, ...], number: int) -> Transport:
+        self.runtime.sleep(0.1)
+        return connect(self, members, number)
+
+    monkeypatch.setattr(SimulatedConnector, "connect", connect_slowly)
+    steps: list[float] = []
+
+    def work(world: World) -> int:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, algorithm="ring") as run:
+            before = world.runtime.now()
+            for batch in run.shard(DataLoader(Numbers(60), batch_size=1)):
+                world.compute(0.05)
+                optimizer.zero_grad()
+                model(batch.view(-1, 1).float()).sum().backward()
+                optimizer.step()
+                if member_of(world) < 2:
+                    steps.append(world.runtime.now() - before)
+                before = world.runtime.now()
+        return world.size
+
+    assert sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.2)]).results == (3, 3, 3)
+    assert max(steps[2:]) < 0.1, "a newcomer costs the others less than a step"

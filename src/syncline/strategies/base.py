@@ -200,7 +200,7 @@ class StrategyRun(Run):
         self.epoch_continues = False
         """Whether this worker had run out of data, and data of a lost worker was dealt to it since."""
         self._counted_at_batch: int | None = None
-        """`counted_steps` when the current batch was read; None before the first."""
+        """`counted_steps` when the current batch was read, or awaited by a worker without data; None before."""
         self._untrained_batches = 0
         """The number of latest batches that are in no step that counts for all, the current one included."""
         self.on_resize = settings.on_resize
@@ -496,11 +496,15 @@ class StrategyRun(Run):
 
     def batch_read(self, reader: Sharded | MicroBatches) -> None:
         """A batch of a reader is about to be trained on."""
+        self.global_batch_begins()
+        if self.world.elastic is not None:
+            self.world.elastic.batch_read(self.world, self.readers.place_of(reader), self.stats.steps)
+
+    def global_batch_begins(self) -> None:
+        """The workers train on the next global batch, in which this one may have no share."""
         trained = self.counted_steps != self._counted_at_batch
         self._counted_at_batch = self.counted_steps
         self._untrained_batches = 1 if trained else self._untrained_batches + 1
-        if self.world.elastic is not None:
-            self.world.elastic.batch_read(self.world, self.readers.place_of(reader), self.stats.steps)
 
     def apply_change_of_data(self, change: TeamChange) -> None:
         """Read the data with the new number of workers from the next batch on.
@@ -508,10 +512,10 @@ class StrategyRun(Run):
         The batches of lost workers are dealt again, unless a complete step has counted them.
         """
         counted = self.counted_steps != self._counted_at_batch
-        lost = () if (change.trained and counted) or self.uneven.joined else change.lost
-        # A worker that has run out of data has no share of the current global batch.
-        untrained = (0 if counted else self._untrained_batches) + self.uneven.waits
-        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, untrained))
+        # In the rounds of a worker without data, the first one trains all that is left.
+        lost = () if counted and (change.trained or self.uneven.waits) else change.lost
+        untrained = 1 if counted else self._untrained_batches
+        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, untrained)
 
     def newcomer_state(self) -> dict[str, Any]:
         """The state of this worker that a newcomer starts from."""
@@ -549,12 +553,19 @@ class StrategyRun(Run):
         elastic = self.world.elastic
         if elastic is None:
             return False
-        due, elastic.idle_after_loss = elastic.idle_after_loss, False
-        if due:
-            self.share_steps(missed)
-            self.uneven.forget_rates()
+        due = self.catch_up(missed)
         elastic.between_steps(self.world)
         return due
+
+    def catch_up(self, missed: int) -> bool:
+        """Bring workers that have missed steps up to date if data was dealt to them again. Returns whether it was."""
+        elastic = self.world.elastic
+        if elastic is None or not elastic.idle_after_loss:
+            return False
+        elastic.idle_after_loss = False
+        self.share_steps(missed)
+        self.uneven.forget_rates()
+        return True
 
     def share_steps(self, missed: int) -> None:
         """Bring workers that have missed steps up to date. Every worker calls it."""
@@ -570,7 +581,7 @@ class StrategyRun(Run):
         if not elastic.joining:
             self._team_size = self.communicator.size
             self.use_team()
-            self.readers.regroup(self.communicator.rank, self.communicator.size, ())
+            self.readers.regroup(*elastic.place_in_reader_team, ())
         else:  # a newcomer takes over the state of all its runs where its first loop over data begins
             self.readers.enter_at = lambda place: not elastic.joining or elastic.enter(self.world, place)
             self.readers.place_of_team = elastic.place_of_team

@@ -195,6 +195,11 @@ class AveragingRun(LocalWeightsRun):
         super().setup()
         self.deltas = DeltaReducer(self.model, self.communicator, self.settings)
 
+    @property
+    def counted_steps(self) -> int:
+        """The reductions: a round may be interrupted after its reduction is complete."""
+        return self.deltas.completed
+
     def use_team(self) -> None:
         self.deltas.rebind()
 

@@ -219,10 +219,12 @@ class Elastic:
         self._state_channel: Transport | None = None
         """The channel on which a newcomer of the present team receives the state."""
         self.idle_after_loss = False
-        """Whether workers without data took part in a step that was repeated after a loss: they continue the epoch with
-        data of the lost worker, and need the weights of the others. The same on all members, between two steps."""
+        """Whether workers without data took part in the first step after a change of the data: they may continue the
+        epoch with data of a lost worker, and need the weights and the step count of the others. The same on all members,
+        between two steps."""
         self.data_changed = False
-        """Whether the data was dealt to another team in the present operation. The same on all members."""
+        """Whether the data was dealt to another team since the latest operation that trains. The same on all members:
+        the operation in which the loss is noticed may be another one."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
@@ -268,7 +270,6 @@ class Elastic:
         """
         if self._inside or self.joining:
             return operation.attempt()
-        self.data_changed = False
         if self._postponed:
             self._postponed = False
             self._change_data(world, self._describe_change(self.team, trained=not operation.trains))
@@ -302,6 +303,8 @@ class Elastic:
                     break
                 operation.prepare_again()
         self.operations += 1
+        if operation.trains:
+            self.data_changed = False
         self._last = (operation.result(value), self.newcomers_known, self.idle_after_loss)
         return value
 
@@ -310,6 +313,15 @@ class Elastic:
         for run in world.runs:
             if run.elastic_refusal:
                 raise WorldError(f"{error}; {run.elastic_refusal}") from error
+
+    @property
+    def place_in_reader_team(self) -> tuple[int, int]:
+        """This member's rank in the team to which the next batch is dealt, and the size of that team.
+
+        It is an earlier team than the present one while the others are an operation ahead.
+        """
+        members = self._reader_team.members
+        return members.index(self.limits.member), len(members)
 
     # Newcomers and changes between two steps.
 

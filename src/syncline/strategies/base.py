@@ -342,6 +342,16 @@ class StrategyRun(Run):
         """A count that grows when the batches of all workers have become part of what survives the loss of one."""
         return self.progress
 
+    @property
+    def epoch_needs_round(self) -> bool:
+        """Whether all workers take part in a round at the end of an epoch, also if they run out of data together."""
+        return False
+
+    @property
+    def has_untrained_batches(self) -> bool:
+        """Whether this worker has trained on batches that would be lost with it."""
+        return self._counted_at_batch is not None and self.counted_steps == self._counted_at_batch
+
     def use_team(self) -> None:
         """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
 
@@ -554,7 +564,8 @@ class StrategyRun(Run):
         if elastic is None:
             return False
         due = self.catch_up(missed)
-        elastic.between_steps(self.world)
+        if not self.has_untrained_batches:  # a newcomer starts from weights that all have
+            elastic.between_steps(self.world)
         return due
 
     def catch_up(self, missed: int) -> bool:

@@ -200,6 +200,11 @@ class AveragingRun(LocalWeightsRun):
         """The reductions: a round may be interrupted after its reduction is complete."""
         return self.deltas.completed
 
+    @property
+    def epoch_needs_round(self) -> bool:
+        """In an elastic job: batches since the last round could not be dealt again after the end of their epoch."""
+        return self.world.elastic is not None and self.has_untrained_batches
+
     def use_team(self) -> None:
         self.deltas.rebind()
 

@@ -17,12 +17,15 @@ import syncline as sl
 from syncline.errors import WorldError
 from syncline.strategies.base import strategy_run
 from syncline.testing import hunt_cases
-from syncline.transports.faults import Fault, Freeze, Join, Kill, Partition
+from syncline.transports.faults import Fault, Freeze, Join, Partition
 from syncline.transports.simulated import cut_off_rank, freeze_rank, kill_rank
 from syncline.world import Simulation, World
 from tests.data.cases import Numbers
 from tests.hunting import seeds
 from tests.strategies.test_elastic import STRATEGIES, WORKERS, member_of
+
+# A newcomer steps the scheduler in epochs that it has missed.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 EPOCHS = 2
 LATE = ("the job has ended", "not admitted")
@@ -94,10 +97,8 @@ def train(
     changed = []
     with sl.distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="auto") as run:
         counted = strategy_run(run).counted_steps
-        shard, before = (
-            run.shard(DataLoader(Numbers(samples), batch_size=4, shuffle=True)),
-            model.weight.detach().clone(),
-        )
+        shard = run.shard(DataLoader(Numbers(samples), batch_size=4, shuffle=True))
+        before = model.weight.detach().clone()
         for epoch in range(shard.epoch, EPOCHS):
             for batch in shard:
                 journal.note_team(world)
@@ -187,8 +188,101 @@ def endure(strategy: str, codec: str | None) -> Callable[[int], None]:
 
 
 @pytest.mark.hunt
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # in epochs that a newcomer has missed
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_survivors_agree_whatever_happens(name: str) -> None:
     check = endure(*STRATEGIES[name])
     hunt_cases(check, seeds(8 if name == "dense" else 3, 1200), f"endure{STRATEGIES[name]}({{seed}})")
+
+
+def count_steps(world: World, strategy: str = "allreduce", steps: int = 8) -> tuple[int, tuple[int, ...]]:
+    """The steps of a worker, and the members of its last team."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sl.distribute(model, optimizer, strategy=strategy, algorithm="ring") as run:
+        for _ in range(steps):
+            world.compute(0.1)
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    assert world.elastic is not None
+    return run.stats.steps, world.elastic.team.members
+
+
+SILENCES: list[Callable[[float], Fault]] = [
+    lambda seconds: Freeze(1, at=0.35, seconds=seconds),
+    lambda seconds: Partition((1,), start=0.35, stop=0.35 + seconds),
+]
+
+
+@pytest.mark.parametrize("silence", SILENCES, ids=["frozen", "cut off"])
+def test_a_silent_worker_is_declared_lost_and_fenced_off(silence: Callable[[float], Fault]) -> None:
+    """The others continue after the launcher's limit. The worker that wakes up later changes nothing, and says why."""
+    found = sl.simulate(count_steps, 3, elastic=(1, 3), faults=[silence(15.0)], return_exceptions=True)
+    assert found.results[0] == found.results[2] == (8, (0, 2))
+    assert isinstance(found.results[1], WorldError)
+    assert "member 1 was declared lost" in str(found.results[1])
+    assert 15.0 < found.time < 20.0
+
+
+@pytest.mark.parametrize("silence", SILENCES, ids=["frozen", "cut off"])
+def test_a_short_silence_loses_no_worker(silence: Callable[[float], Fault]) -> None:
+    found = sl.simulate(count_steps, 3, elastic=(1, 3), faults=[silence(5.0)])
+    assert found.results == ((8, (0, 1, 2)),) * 3
+    assert 5.0 < found.time < 10.0
+
+
+def test_a_frozen_rank_of_a_fixed_world_makes_the_others_wait() -> None:
+    def work(world: World) -> float:
+        return float(sl.allreduce(torch.ones(1), op="sum"))
+
+    found = sl.simulate(work, 3, faults=[Freeze(1, at=0.0, seconds=12.0)])
+    assert found.results == (3.0, 3.0, 3.0)
+    assert found.time > 12.0
+
+
+def test_a_cut_link_between_two_workers_ends_at_the_timeout_and_the_team_is_formed_again() -> None:
+    cut = Partition((0,), start=0.35, stop=20.0, others=(1,))
+    found = sl.simulate(count_steps, 3, elastic=(1, 3), faults=[cut], timeout=12.0)
+    assert found.results == ((8, (0, 1, 2)),) * 3
+    assert found.time < 25.0
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local(period=2)"])
+def test_a_worker_that_exits_is_not_waited_for(strategy: str) -> None:
+    def work(world: World) -> tuple[int, tuple[int, ...]]:
+        return count_steps(world, strategy, steps=8) if member_of(world) != 1 else leave(world)
+
+    def leave(world: World) -> tuple[int, tuple[int, ...]]:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, strategy=strategy, algorithm="ring"):
+            raise SystemExit(0)
+
+    found = sl.simulate(work, 3, elastic=(1, 3))
+    assert found.results[0] == found.results[2] == (8, (0, 2))
+    assert found.results[1] is None
+    assert found.time < 2.0
+
+
+@pytest.mark.parametrize("strategy", ["local(period=8)", "diloco(period=8)"])
+def test_local_steps_of_a_worker_lost_at_the_end_of_an_epoch_are_dealt_again(strategy: str) -> None:
+    """The others have ended the epoch, whose batches are in no round yet."""
+    troubles = {2: Trouble("kill", 2)}
+    for seed in range(4):
+        work = partial(train, strategy=strategy, codec=None, samples=48, troubles=troubles, journal=Journal())
+        found = sl.simulate(work, WORKERS, elastic=(1, WORKERS), seed=seed, chaos=True)
+        for result in check_outcome(found, troubles):
+            assert [len(epoch) for epoch in result.changed] == [48, 48]
+
+
+def test_a_newcomer_enters_after_a_round() -> None:
+    """It is known in the last round of an epoch, and enters after the first one of the next."""
+    found = sl.simulate(
+        partial(train, strategy="adacomm", codec=None, samples=48, troubles={}, journal=Journal()),
+        WORKERS,
+        elastic=(1, 5),
+        faults=[Join(at=0.0)],
+    )
+    results = check_outcome(found, {})
+    assert len(results) >= WORKERS
+    assert all(torch.equal(result.weights, results[0].weights) for result in results)

@@ -593,6 +593,8 @@ class StrategyRun(Run):
             self._team_size = self.communicator.size
             self.use_team()
             self.readers.regroup(*elastic.place_in_reader_team, ())
+            if elastic.data_changes_later:  # the others were told of the change when they had this run already
+                self.uneven.forget_rates()
         else:  # a newcomer takes over the state of all its runs where its first loop over data begins
             self.readers.enter_at = lambda place: not elastic.joining or elastic.enter(self.world, place)
             self.readers.place_of_team = elastic.place_of_team

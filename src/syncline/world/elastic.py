@@ -220,7 +220,7 @@ class Elastic:
         """The channel on which a newcomer of the present team receives the state."""
         self.idle_after_loss = False
         """Whether workers without data took part in the first step after a change of the data: they may continue the
-        epoch with data of a lost worker, and need the weights and the step count of the others. The same on all members,
+        epoch with data of a lost worker, and need the weights and the steps of the others. The same on all members,
         between two steps."""
         self.data_changed = False
         """Whether the data was dealt to another team since the latest operation that trains. The same on all members:
@@ -322,6 +322,11 @@ class Elastic:
         """
         members = self._reader_team.members
         return members.index(self.limits.member), len(members)
+
+    @property
+    def data_changes_later(self) -> bool:
+        """Whether the data changes to the present team in the next operation, because the others are one ahead."""
+        return self._postponed
 
     # Newcomers and changes between two steps.
 

@@ -175,17 +175,20 @@ class UnevenData:
 
         If the team has changed meanwhile, this worker returns to its loop: data may have been dealt to it.
         """
-        run, missed, continues, self.waits = self._run, 0, False, True
+        run, missed, self.waits = self._run, 0, True
         run.global_batch_begins()
         try:
-            while not continues and self._join_round():
+            while self._join_round():
                 missed += 1
-                continues = run.between_steps(missed)
-            if not continues:
+                if run.between_steps(missed):
+                    missed = 0
+                    if run.epoch_continues:
+                        break
+            else:
                 run.catch_up(missed)
         finally:
             self.waits = False
-        continues, run.epoch_continues = continues or run.epoch_continues, False
+        continues, run.epoch_continues = run.epoch_continues, False
         if continues:
             raise EpochContinues
         return missed

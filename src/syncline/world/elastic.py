@@ -223,8 +223,8 @@ class Elastic:
         epoch with data of a lost worker, and need the weights and the steps of the others. The same on all members,
         between two steps."""
         self.data_changed = False
-        """Whether the data was dealt to another team since the latest operation that trains. The same on all members:
-        the operation in which the loss is noticed may be another one."""
+        """Whether a loss has interrupted an operation since the latest one that trains, so that batches may have been
+        dealt again. The same on all members: the operation that notices the loss may be one that does not train."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
@@ -271,7 +271,7 @@ class Elastic:
         if self._inside or self.joining:
             return operation.attempt()
         if self._postponed:
-            self._postponed = False
+            self._postponed, self.data_changed = False, True
             self._change_data(world, self._describe_change(self.team, trained=not operation.trains))
         self._inside = True
         try:
@@ -547,6 +547,7 @@ class Elastic:
             self._postponed = (found is not None or operation is None) and not between_steps
             self._behind = found is not None and between_steps
             if not (self._postponed or self._behind):  # before a newcomer gets the position in the data
+                self.data_changed |= not between_steps
                 self._change_data(world, change)
             self._send_state_to_newcomers(world, team.members.index(ahead[0]))
         logger.log(
@@ -587,7 +588,7 @@ class Elastic:
         return TeamChange(team.members.index(self.limits.member), len(team.members), lost, trained)
 
     def _change_data(self, world: World, change: TeamChange) -> None:
-        self._reader_team, self.data_changed = self.team, True
+        self._reader_team = self.team
         for run in world.runs:
             run.apply_change_of_data(change)
 

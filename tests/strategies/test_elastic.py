@@ -137,6 +137,8 @@ def test_survivors_go_on_and_agree(name: str) -> None:
     [
         ("local, quantized", 3045),  # a newcomer whose team could not be connected is alone again
         ("dense", 3023),  # two losses while a worker has run out of data
+        ("dense", 3551),  # the run is made while the others are an operation ahead: it reads as a member of their team
+        ("adacomm", 3161),  # a loss before the round in which all have run out of data, some a batch earlier
     ],
 )
 def test_seeds_that_once_failed(name: str, seed: int) -> None:

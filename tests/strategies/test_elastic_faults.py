@@ -92,7 +92,6 @@ def train(
     samples: int,
     troubles: Mapping[int, Trouble],
     journal: Journal,
-    epochs: int = EPOCHS,
 ) -> Outcome:
     """Sample i changes row i of the model alone, so that the model shows which samples were trained."""
     member, steps = member_of(world), 0
@@ -105,7 +104,7 @@ def train(
         counted = strategy_run(run).counted_steps
         shard = run.shard(DataLoader(Numbers(samples), batch_size=4, shuffle=True))
         before = model.weight.detach().clone()
-        for epoch in range(shard.epoch, epochs):
+        for epoch in range(shard.epoch, EPOCHS):
             for batch in shard:
                 journal.note_team(world)
                 if member in troubles and troubles[member].step == steps:
@@ -281,12 +280,13 @@ def test_local_steps_of_a_worker_lost_at_the_end_of_an_epoch_are_dealt_again(str
             assert [len(epoch) for epoch in result.changed] == [48, 48]
 
 
-def test_a_newcomer_enters_after_a_round() -> None:
-    """The only rounds are at the ends of the epochs; the workers make another one for the newcomer."""
-    work = partial(
-        train, strategy="local(period=99)", codec=None, samples=48, troubles={}, journal=Journal(), epochs=16
-    )
-    results = check_outcome(sl.simulate(work, WORKERS, elastic=(1, 5), faults=[Join(at=0.0)]), {})
-    assert len(results) == WORKERS + 1
-    assert all(torch.equal(result.weights, results[0].weights) for result in results)
-    assert all(len(epoch) == 48 for epoch in results[0].changed)
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("diloco", 145),  # a newcomer without data in the step after it has entered waits with the others
+        ("adacomm", 4),  # a newcomer does not enter between two rounds
+        ("local", 115),  # a worker whose run is made after a loss that the others have seen in theirs
+    ],
+)
+def test_faults_that_once_failed(name: str, seed: int) -> None:
+    endure(*STRATEGIES[name])(seed)

@@ -352,9 +352,6 @@ class StrategyRun(Run):
         """Whether this worker has trained on batches that would be lost with it."""
         return self._counted_at_batch is not None and self.counted_steps == self._counted_at_batch
 
-    def end_period(self) -> None:
-        """A newcomer waits: make a round now, if the strategy has rounds. Every worker calls it, after a step."""
-
     def use_team(self) -> None:
         """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
 
@@ -566,8 +563,6 @@ class StrategyRun(Run):
         elastic = self.world.elastic
         if elastic is None:
             return False
-        if elastic.newcomers_known and self.has_untrained_batches:
-            self.end_period()
         due = self.catch_up(missed)
         if not self.has_untrained_batches:  # a newcomer starts from weights that all have
             elastic.between_steps(self.world)

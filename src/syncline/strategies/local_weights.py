@@ -200,10 +200,6 @@ class AveragingRun(LocalWeightsRun):
         """The reductions: a round may be interrupted after its reduction is complete."""
         return self.deltas.completed
 
-    def end_period(self) -> None:
-        with torch.no_grad():
-            self.sync()
-
     @property
     def epoch_needs_round(self) -> bool:
         """In an elastic job: batches since the last round could not be dealt again after the end of their epoch."""

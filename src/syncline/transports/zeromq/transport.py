@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
-from syncline.transports.base import BytesHandle, Handle, RequestListener, Transport, as_bytes, format_bytes
+from syncline.transports.base import (
+    MAX_TAG,
+    BytesHandle,
+    Handle,
+    RequestListener,
+    Transport,
+    as_bytes,
+    format_bytes,
+)
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.liveness import Liveness, LivenessMonitor, LossReason
 from syncline.transports.messages import ArrivedMessage, CompletedHandle, Mailbox, PostedReceive, tag_name
@@ -87,7 +95,8 @@ class ZmqTransport(Transport):
                     raise self.failure(to, pending(), self.timeout, None) from None
 
     def send_bytes(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
-        self._check(to, "to", tag)
+        if not (0 <= to < self.size and 0 <= tag < MAX_TAG):
+            self._check(to, "to", tag)
         rank = to if self._root else self.members[to]
         if rank != self.node.rank and not self._aborted:
             nbytes = sum(map(len, parts))
@@ -101,7 +110,8 @@ class ZmqTransport(Transport):
         super().send_bytes(parts, to, tag, lossy=lossy)
 
     def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
-        self._check(source, "source", tag)
+        if not (0 <= source < self.size and 0 <= tag < MAX_TAG):
+            self._check(source, "source", tag)
         rank = source if self._root else self.members[source]
         posted = PostedReceive(EMPTY_BUFFER, rank, tag, False, max_bytes=max_bytes)
         return _BytesReceiveHandle(self, self._mailbox, self._mailbox.add(posted), EMPTY_BUFFER, source)

@@ -32,7 +32,7 @@ MAX_REPLY_BYTES = REPLY_BYTES + protocol.MAX_INLINE_BYTES
 EMPTY_BODY = torch.empty(0, dtype=torch.uint8)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PendingRequest:
     """A request to one server, until its reply is handled."""
 
@@ -346,8 +346,9 @@ class RequestSender:
         out: Tensor | None = None,
         keys: Tensor | None = None,
         view: Tensor | None = None,
+        place: tuple[int, int, int, int] | None = None,
     ) -> PendingRequest:
-        """Send a request. Wait first if too many are in flight."""
+        """Send a request. Wait first if too many are in flight. `place` replaces some fields; see `numbered`."""
         if view is not None:
             self._finish_overlapping_views(connection, header)
         while True:
@@ -356,10 +357,10 @@ class RequestSender:
                 oldest = connection.blocking_request()
                 if oldest is None:
                     number = connection.last_number = connection.last_number + 1
-                    after = number - 1 if header.kind == protocol.BYE else header.after
-                    header = header._replace(
-                        space=self._space_id, number=number, after=after, acked=connection.acked, length=body.numel()
-                    )
+                    if place is None:
+                        after = number - 1 if header.kind == protocol.BYE else header.after
+                        place = (after, header.first, header.count, header.seed)
+                    header = header.numbered(self._space_id, number, connection.acked, body.numel(), place)
                     pending = PendingRequest(connection, header, body, out, self._runtime.lock(), keys, view)
                     connection.pending[number] = pending
                     break

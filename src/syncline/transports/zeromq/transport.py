@@ -176,7 +176,7 @@ class ZmqTransport(Transport):
         rank = None if peer is None else self.rank_of(peer)
         end_record = self.node.liveness.waiting(pending, self._channel, self.members, rank, self.abort)
         try:
-            return self.node.wait(operation, timeout, pending)
+            return self.node.loop.wait(operation, timeout, pending)
         finally:
             end_record()
 
@@ -306,19 +306,20 @@ class _ReceiveHandle:
         return self._posted.done
 
     def wait(self, timeout: float | None = None) -> None:
-        posted = self._posted
-        self._wait(timeout)
-        if self._data is not posted.data:
-            self._data.copy_(posted.data)
-        self.source, self.nbytes = self._transport.place(posted.source), posted.nbytes
-
-    def _wait(self, timeout: float | None) -> None:
         """Wait until the receive is done. Raises its error."""
         transport, posted = self._transport, self._posted
         if not posted.done:
             self._wait_until_done(transport.timeout if timeout is None else timeout)
         if posted.error is not None:
             raise transport.explain(posted.error, self._wanted, self._pending())
+        self._take()
+
+    def _take(self) -> None:
+        """Take the message out of a receive that is done."""
+        posted = self._posted
+        if self._data is not posted.data:
+            self._data.copy_(posted.data)
+        self.source, self.nbytes = self._transport.place(posted.source), posted.nbytes
 
     def _wait_until_done(self, timeout: float) -> None:
         transport, posted, node = self._transport, self._posted, self._transport.node
@@ -341,8 +342,7 @@ class _BytesReceiveHandle(_ReceiveHandle):
 
     data = EMPTY_DATA
 
-    def wait(self, timeout: float | None = None) -> None:
-        self._wait(timeout)
+    def _take(self) -> None:
         assert self._posted.content is not None, "the message has arrived"
         self.data = self._posted.content
 

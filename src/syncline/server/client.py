@@ -472,7 +472,7 @@ class Client:
         if owner < 0:
             return None
         connection = self.sender.connections[owner]
-        body = EMPTY_BODY if values is None else values.view(torch.uint8)
+        body = EMPTY_BODY if values is None else values
         with self._lock:
             self._timestamp = timestamp = self._timestamp + 1
             place = (connection.last_push, first, end - first, timestamp & 0xFFFFFFFF)

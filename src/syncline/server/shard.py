@@ -364,7 +364,8 @@ class ParameterShard:
     ) -> None:
         high = low + values.numel()
         if high - low <= BLOCK_ELEMENTS:
-            weights = self.weights[low:high]
+            whole = high - low == self.weights.numel()  # a slice of a small tensor takes as long as the update
+            weights = self.weights if whole else self.weights[low:high]
             _run_rule(rule, weights, values, {name: each[low:high] for name, each in state.items()}, rate)
             if write_back:
                 values.copy_(weights)

@@ -130,6 +130,17 @@ class RequestHeader(NamedTuple):
             self.kind not in (PULL, PUSH_PULL) or 4 * self.count <= MAX_INLINE_BYTES
         )
 
+    def numbered(
+        self, space: int, number: int, acked: int, length: int, place: tuple[int, int, int, int]
+    ) -> RequestHeader:
+        """The header with its number. `place` has `after`, `first`, `count`, `seed`. `_replace` would take longer."""
+        kind, flags, dtype, slot, _, handler, _, clock, min_clock, _, _, _, _, _, rate, scale, digest, _, replica = self
+        after, first, count, seed = place
+        return RequestHeader(
+            kind, flags, dtype, slot, space, handler, seed, clock, min_clock, number, after, acked, first, count,
+            rate, scale, digest, length, replica,
+        )  # fmt: skip
+
     def pack(self) -> bytes:
         return _REQUEST.pack(*self)
 

@@ -159,7 +159,9 @@ class ClientSession:
 
     def mark_done(self, number: int) -> None:
         """Record that a request has had its effect."""
-        if number > self.applied:
+        if number == self.applied + 1 and not self.ahead:
+            self.applied = number
+        elif number > self.applied:
             self.ahead.add(number)
             self._catch_up()
 
@@ -537,7 +539,12 @@ class RequestHandler:
     def _handle_deferred(self) -> list[OutgoingReply]:
         """Handle the deferred requests that are ready now."""
         replies: list[OutgoingReply] = []
-        progress = any(session.deferred for session in self.sessions.values())
+        for session in self.sessions.values():
+            if session.deferred:
+                break
+        else:
+            return replies
+        progress = True
         while progress:
             progress = False
             for session in list(self.sessions.values()):

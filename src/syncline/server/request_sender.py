@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +31,14 @@ MAX_REPLY_BYTES = REPLY_BYTES + protocol.MAX_INLINE_BYTES
 EMPTY_BODY = torch.empty(0, dtype=torch.uint8)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PendingRequest:
     """A request to one server, until its reply is handled."""
 
     connection: ServerConnection
     header: RequestHeader
     body: Tensor
-    """Bytes. They are kept until the reply arrives, because the request may be sent again."""
+    """Bytes or values. They are kept until the reply arrives, because the request may be sent again."""
     out: Tensor | None
     """A 1-D float32 tensor that the reply fills."""
     lock: Lock
@@ -154,7 +153,7 @@ class ServerConnection:
         """Send a request again, under the same number, with the list of keys that the server does not remember."""
         assert pending.keys is not None
         with self._wire:
-            pending.body = torch.cat([pending.keys.contiguous().view(torch.uint8), pending.body])
+            pending.body = torch.cat([pending.keys.contiguous().view(torch.uint8), pending.body.view(torch.uint8)])
             flags = pending.header.flags | protocol.KEYS
             pending.header = pending.header._replace(flags=flags, length=pending.body.numel())
         self.post_and_send(pending)
@@ -217,8 +216,8 @@ class ServerConnection:
         if self.replica:
             header = header._replace(replica=self.replica)
         if header.length <= protocol.MAX_INLINE_BYTES:
-            message = (header.pack(), pending.body.numpy().data)
-            transport.send_bytes(message, member, protocol.REQUEST_TAG, lossy=header.repeats)
+            body = (pending.body.numpy().data.cast("B"),) if header.length else ()
+            transport.send_bytes((header.pack(), *body), member, protocol.REQUEST_TAG, lossy=header.repeats)
         else:
             transport.send_bytes((header.pack(),), member, protocol.REQUEST_TAG)
             tag = self._first_tags[self.replica] + protocol.BODY_TAG
@@ -298,7 +297,7 @@ class ServerConnection:
         elif reply.length != 4 * pending.out.numel():
             raise self._error(f"replied with {reply.length} B, and {4 * pending.out.numel()} B were requested")
         elif inline:
-            pending.out.numpy()[:] = np.frombuffer(data, np.float32, pending.out.numel(), REPLY_BYTES)
+            pending.out.numpy().data.cast("B")[:] = data[REPLY_BYTES:]
         elif reply.length:
             if pending.data_receive is None:  # the first encoded reply is exact
                 pending.data_receive = self._receive_data(pending, pending.out)
@@ -346,8 +345,9 @@ class RequestSender:
         out: Tensor | None = None,
         keys: Tensor | None = None,
         view: Tensor | None = None,
+        place: tuple[int, int, int, int] | None = None,
     ) -> PendingRequest:
-        """Send a request. Wait first if too many are in flight."""
+        """Send a request. Wait first if too many are in flight. `place` replaces some fields; see `numbered`."""
         if view is not None:
             self._finish_overlapping_views(connection, header)
         while True:
@@ -356,15 +356,15 @@ class RequestSender:
                 oldest = connection.blocking_request()
                 if oldest is None:
                     number = connection.last_number = connection.last_number + 1
-                    after = number - 1 if header.kind == protocol.BYE else header.after
-                    header = header._replace(
-                        space=self._space_id, number=number, after=after, acked=connection.acked, length=body.numel()
-                    )
+                    if place is None:
+                        after = number - 1 if header.kind == protocol.BYE else header.after
+                        place = (after, header.first, header.count, header.seed)
+                    header = header.numbered(self._space_id, number, connection.acked, body.nbytes, place)
                     pending = PendingRequest(connection, header, body, out, self._runtime.lock(), keys, view)
                     connection.pending[number] = pending
                     break
             self.finish(oldest)
-        self.bytes_sent += body.numel()
+        self.bytes_sent += header.length
         try:
             connection.post_and_send(pending)
         except Exception as error:

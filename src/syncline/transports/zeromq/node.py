@@ -193,8 +193,10 @@ class IOLoop:
                 self._runtime.sleep(YIELD_S)
                 continue
             try:
-                if self._read_next():
-                    self._last_driven = self._runtime.now()  # a thread wants to drive
+                while not self.stopped and self._runtime.now() < now + CHECK_PEERS_EVERY_S:
+                    if self._read_next():
+                        self._last_driven = self._runtime.now()  # a thread wants to drive
+                        break
             finally:
                 with self._lock:
                     self.driver = ""
@@ -526,10 +528,10 @@ class Node:
             identity = router.recv()
         except zmq.Again:
             return False
-        frame: Any = router.recv(copy=False)
+        frame: Any = router.recv(0, False)  # without a copy
         content, body, extra = frame.buffer, None, 0
         while frame.more:
-            frame = router.recv(copy=False)
+            frame = router.recv(0, False)
             body = frame.buffer
             extra += 1
         if identity == self._wake_id:

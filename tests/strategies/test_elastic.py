@@ -328,7 +328,7 @@ def test_a_resize_callback_sees_old_and_new_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["gossip", "easgd", "ensemble", "allreduce(delay=1)", "diloco(overlap=True)", "local(after=2)"]
+    "strategy", ["gossip", "ensemble", "allreduce(delay=1)", "diloco(overlap=True)", "local(after=2)"]
 )
 def test_strategies_that_need_all_workers_are_refused(strategy: str) -> None:
     def work(world: World) -> None:

@@ -370,6 +370,11 @@ class StrategyRun(Run):
             tensor.detach().copy_(mean)
 
     @property
+    def alone(self) -> bool:
+        """Whether this worker is the only one, from the start to the end of the job."""
+        return self.communicator.size == 1 and self.world.elastic is None
+
+    @property
     def inside_agreed(self) -> bool:
         """Whether the model holds the agreed weights, and this worker's own are set aside."""
         return self._own is not None
@@ -423,7 +428,7 @@ class StrategyRun(Run):
     @contextmanager
     def agreed(self) -> Iterator[None]:
         self.world.finish_left()
-        if self.inside_agreed or (self.communicator.size == 1 and not self.asynchronous):
+        if self.inside_agreed or (self.alone and not self.asynchronous):
             yield
             return
         self.watch.check_replaced()
@@ -450,7 +455,7 @@ class StrategyRun(Run):
                 "admitted to the team: the others had passed each epoch before it, and its model is not trained"
             )
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
-        if self.communicator.size > 1 or self.asynchronous:
+        if not self.alone or self.asynchronous:
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
@@ -570,7 +575,7 @@ class StrategyRun(Run):
         if not elastic.joining:
             self._team_size = self.communicator.size
             self.use_team()
-            self.readers.regroup(self.communicator.rank, self.communicator.size, ())
+            self.readers.regroup(*elastic.place_in_reader_team, ())
         else:  # a newcomer takes over the state of all its runs where its first loop over data begins
             self.readers.enter_at = lambda place: not elastic.joining or elastic.enter(self.world, place)
             self.readers.place_of_team = elastic.place_of_team

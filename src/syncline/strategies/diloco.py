@@ -110,7 +110,7 @@ class DiLoCoRun(AveragingRun):
 
     def _reset_outer(self) -> None:
         """Begin with the model's weights and no velocity."""
-        weights = [] if self._alone else self.weights
+        weights = [] if self.alone else self.weights
         self.outer = [weight.to(wide_dtype(weight.dtype), copy=True) for weight in weights]
         self._velocity = [torch.zeros_like(weight) for weight in self.outer]
 
@@ -216,7 +216,7 @@ class DiLoCoRun(AveragingRun):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
         self._since = int(state.get("since", 0))
-        if self._alone:
+        if self.alone:
             return
         outer, velocity = state.get("outer"), state.get("velocity")
         if not outer or not velocity:  # saved by a world of one; the model is loaded already

@@ -311,6 +311,15 @@ class Elastic:
             if run.elastic_refusal:
                 raise WorldError(f"{error}; {run.elastic_refusal}") from error
 
+    @property
+    def place_in_reader_team(self) -> tuple[int, int]:
+        """This member's rank in the team to which the next batch is dealt, and the size of that team.
+
+        It is an earlier team than the present one while the others are an operation ahead.
+        """
+        members = self._reader_team.members
+        return members.index(self.limits.member), len(members)
+
     # Newcomers and changes between two steps.
 
     def report_newcomers(self) -> int:

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.control import Team
 from syncline.strategies.base import strategy_run
+from syncline.strategies.gossip import build_graph
 from syncline.testing import hunt_cases
 from syncline.transports.faults import Fault, Join
 from syncline.transports.simulated import kill_rank
@@ -33,6 +35,9 @@ STRATEGIES = {
     "easgd": ("easgd(period=2)", None),
     "easgd with momentum": ("easgd(period=1, momentum=0.5)", None),
     "easgd, sparse": ("easgd(period=2)", "topk(0.3)"),
+    "gossip": ("gossip", None),
+    "gossip beside the step": ("gossip(graph='complete', form='beside', period=2)", None),
+    "gossip, quantized": ("gossip", "quantize(8)"),
 }
 
 
@@ -44,6 +49,8 @@ class Snapshot:
     """Its weights."""
     centre: Tensor
     """The centre; zeros for strategies without one."""
+    team: Team
+    """Its present team."""
 
 
 Record = dict[int, Snapshot]
@@ -56,6 +63,8 @@ class Round:
 
     before: Record
     after: Record
+    order: tuple[int, ...]
+    """All members in the order of their ranks."""
 
     @property
     def centre(self) -> Tensor:
@@ -66,7 +75,7 @@ class Round:
         lost = sorted(self.before.keys() - self.after.keys())
         for count in range(len(lost) + 1):
             for some in combinations(lost, count):
-                yield tuple(sorted((*self.after, *some)))
+                yield tuple(member for member in self.order if member in self.after or member in some)
 
     @staticmethod
     def total(workers: Record) -> Tensor:
@@ -79,13 +88,14 @@ def record_rounds(world: World, strategy: str, codec: str | None, victims: dict[
     model = torch.nn.Linear(LENGTH, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with sl.distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="ring") as run:
+    with sl.distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="auto") as run:
         inner: Any = strategy_run(run)
 
         def note() -> None:
             if steps and inner.rounds not in found:
                 centre = inner.centre.root[0] if hasattr(inner, "centre") else torch.zeros(LENGTH)
-                found[inner.rounds] = Snapshot(model.weight.detach().clone().view(-1), centre.clone().view(-1))
+                own = model.weight.detach().clone().view(-1)
+                found[inner.rounds] = Snapshot(own, centre.clone().view(-1), inner.world.elastic.team)
 
         def sync(active: bool = True, before: Callable[[bool], int] = inner.sync) -> int:
             alive = before(active)
@@ -96,8 +106,9 @@ def record_rounds(world: World, strategy: str, codec: str | None, victims: dict[
         for batch in run.shard(DataLoader(Numbers(192), batch_size=3)):
             steps += 1
             if steps == 1:
-                with torch.no_grad():
-                    model.weight.add_(torch.randn(LENGTH, generator=torch.Generator().manual_seed(member)))
+                if member < WORKERS:  # a newcomer may have begun a round already
+                    with torch.no_grad():
+                        model.weight.add_(torch.randn(LENGTH, generator=torch.Generator().manual_seed(member)))
                 note()
             if victims.get(member) == steps:
                 kill_rank(world.transport)
@@ -129,11 +140,15 @@ def rounds_of(strategy: str, codec: str | None, seed: int) -> Iterator[Round]:
             raise result
     last = max(max(record) for record in records.values() if record)
     assert last >= 2, "few rounds were recorded"
+    teams = sorted(
+        (each.team for record in records.values() for each in record.values()), key=lambda team: team.generation
+    )
+    order = tuple(dict.fromkeys(member for team in teams for member in team.members))
     for number in range(last):
         before = {member: record[number] for member, record in records.items() if number in record}
         after = {member: records[member][number + 1] for member in before if number + 1 in records[member]}
         assert after, number
-        yield Round(before, after)
+        yield Round(before, after, order)
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -176,6 +191,44 @@ def check_elastic_averaging(strategy: str) -> Callable[[int], None]:
 def test_easgd_conserves_the_sum_of_weights_and_centre(period: int) -> None:
     check = check_elastic_averaging(f"easgd(period={period})")
     hunt_cases(check, seeds(6, 1200), f"check_elastic_averaging('easgd(period={period})')({{seed}})")
+
+
+def follows_mixing(found: Round, graph: str) -> bool:
+    """x ← W x, with the matrix of one team for all: the mean of that team stays the same."""
+    for team in found.teams():
+        mixed = build_graph(graph, len(team)).tensor() @ torch.stack([found.before[member].own for member in team])
+        if all(close(after.own, mixed[team.index(member)]) for member, after in found.after.items()):
+            return True
+    return False
+
+
+def check_mixing(form: str, period: int) -> Callable[[int], None]:
+    def check(seed: int) -> None:
+        for number, found in enumerate(rounds_of(f"gossip(form={form!r}, period={period})", None, seed)):
+            assert follows_mixing(found, "ring"), (number, found)
+            if found.before.keys() == found.after.keys():
+                assert close(found.total(found.before), found.total(found.after)), number
+
+    return check
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize(("form", "period"), [("after", 1), ("beside", 1), ("beside", 2)])
+def test_gossip_mixes_with_the_matrix_of_one_team(form: str, period: int) -> None:
+    hunt_cases(check_mixing(form, period), seeds(5, 1200), f"check_mixing({form!r}, {period})({{seed}})")
+
+
+def check_compressed_mixing(seed: int) -> None:
+    """Mixing conserves the mean only if every worker's estimate is the same at itself and at all its neighbours."""
+    for number, found in enumerate(rounds_of("gossip", "topk(0.4)", seed)):
+        if found.before.keys() == found.after.keys():
+            before, after = found.total(found.before), found.total(found.after)
+            assert torch.allclose(before, after, rtol=0.0, atol=1e-5), number
+
+
+@pytest.mark.hunt
+def test_compressed_gossip_conserves_the_mean() -> None:
+    hunt_cases(check_compressed_mixing, seeds(8, 1200), "check_compressed_mixing({seed})")
 
 
 @pytest.mark.hunt

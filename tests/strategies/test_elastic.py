@@ -333,7 +333,6 @@ def test_a_resize_callback_sees_old_and_new_numbers() -> None:
         "gossip(graph='0-1')",
         "easgd(centres=2)",
         "easgd(alpha=0.6)",
-        "ensemble",
         "allreduce(delay=1)",
         "diloco(overlap=True)",
         "local(after=2)",

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline.control import Team
+from syncline.errors import IncompatibleError
 from syncline.strategies.base import strategy_run
 from syncline.strategies.gossip import build_graph
 from syncline.testing import hunt_cases
@@ -236,3 +237,54 @@ def test_compressed_gossip_conserves_the_mean() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_survivors_go_on_and_agree(name: str) -> None:
     hunt_cases(survive(*STRATEGIES[name]), seeds(4, 1200), f"survive{STRATEGIES[name]}({{seed}})")
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("strategy", ["average", "ensemble(mean='outputs')"])
+def test_a_lost_worker_is_left_out_of_the_mean(strategy: str) -> None:
+    """One linear model: the mean of weights and the mean of predictions are equal, that of the survivors."""
+
+    def work(world: World, victims: dict[int, int]) -> tuple[Tensor, Tensor, int]:
+        model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with sl.distribute(model, optimizer, strategy=strategy, algorithm="ring") as run:
+            for step, _ in enumerate(run.shard(DataLoader(Numbers(66), batch_size=4))):
+                if victims.get(member_of(world)) == step:
+                    kill_rank(world.transport)
+                world.compute(0.01)
+                optimizer.zero_grad()
+                model(torch.full((1, 1), 2.0 ** member_of(world), dtype=torch.float64)).sum().backward()
+                optimizer.step()
+            own = model.weight.detach().clone()
+            with run.agreed():
+                found = model(torch.ones(1, 1, dtype=torch.float64)).detach().clone()
+            return own, found, strategy_run(run).members
+
+    def check(seed: int) -> None:
+        draw = random.Random(seed)
+        victims = {member: draw.randrange(4) for member in draw.sample(range(WORKERS), draw.randint(0, 3))}
+        results = sl.simulate(
+            lambda world: work(world, victims), WORKERS, elastic=(1, WORKERS), seed=seed, chaos=seed % 2 == 1
+        ).results
+        left = [result for result in results if result is not None]
+        assert len(left) == WORKERS - len(victims)
+        mean = torch.stack([own for own, _, _ in left]).mean(dim=0)
+        assert all(close(found, mean) for _, found, _ in left), (victims, left)
+        assert all(torch.equal(found, left[0][1]) for _, found, _ in left)
+
+    hunt_cases(check, seeds(6, 600), "check({seed})")
+
+
+def test_no_worker_joins_a_mean_that_is_taken_once() -> None:
+    def work(world: World) -> None:
+        model = torch.nn.Linear(1, 1)
+        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="average", algorithm="ring")
+        for _ in run.shard(DataLoader(Numbers(16), batch_size=4)):
+            world.compute(1.0)
+        run.close()
+
+    found = sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.5)], return_exceptions=True).results
+    assert found[:2] == (None, None)
+    assert isinstance(found[2], IncompatibleError)
+    assert "no worker can join" in str(found[2])

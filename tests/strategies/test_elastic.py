@@ -334,7 +334,6 @@ def test_a_resize_callback_sees_old_and_new_numbers() -> None:
         "easgd(centres=2)",
         "easgd(alpha=0.6)",
         "allreduce(delay=1)",
-        "diloco(overlap=True)",
         "local(after=2)",
     ],
 )

@@ -37,6 +37,8 @@ STRATEGIES = {
     "easgd with momentum": ("easgd(period=1, momentum=0.5)", None),
     "easgd, sparse": ("easgd(period=2)", "topk(0.3)"),
     "gossip": ("gossip", None),
+    "diloco beside steps": ("diloco(period=2, overlap=True)", None),
+    "diloco beside a step, quantized": ("diloco(period=2, overlap=True, delay=1)", "quantize(8)"),
     "gossip beside the step": ("gossip(graph='complete', form='beside', period=2)", None),
     "gossip, quantized": ("gossip", "quantize(8)"),
 }

@@ -342,6 +342,9 @@ class StrategyRun(Run):
         """A count that grows when the batches of all workers have become part of what survives the loss of one."""
         return self.progress
 
+    def complete_in_flight(self) -> None:
+        """Wait for reductions in flight, in which newcomers have no part. Every worker calls it, before some join."""
+
     def use_team(self) -> None:
         """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
 
@@ -558,6 +561,8 @@ class StrategyRun(Run):
         if due:
             self.share_steps(missed)
             self.uneven.forget_rates()
+        if elastic.expects_newcomers:
+            self.complete_in_flight()
         elastic.between_steps(self.world)
         return due
 

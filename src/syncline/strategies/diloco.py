@@ -120,8 +120,15 @@ class DiLoCoRun(AveragingRun):
 
     @property
     def elastic_refusal(self) -> str:
-        overlap = self.strategy.overlap
-        return f"{self.strategy!r} has a round in flight: leave overlap or --elastic out" if overlap else ""
+        return ""
+
+    def complete_in_flight(self) -> None:
+        if self._in_progress:
+            self._wait()
+
+    def share_steps(self, missed: int) -> None:
+        self.complete_in_flight()  # a team that changes later sends all messages in the same order
+        super().share_steps(missed)
 
     # Steps and rounds.
 
@@ -198,9 +205,8 @@ class DiLoCoRun(AveragingRun):
     # State.
 
     def restart(self) -> None:
+        self.complete_in_flight()
         super().restart()
-        if self._reduction is not None:
-            self._wait()
         self._since, self._sent, self._moved = 0, [], None
         self._reset_outer()
 
@@ -230,6 +236,8 @@ class DiLoCoRun(AveragingRun):
             # All workers begin with the model of all, which includes this outer step.
             self.outer, self._velocity = self._stepped(self._moved)
             self._moved, self.rounds = None, self.rounds + 1
+        # A worker that joins in a round of the others has no part in it: its own steps begin now.
+        self._sent = [] if self._moved is None else [weight.clone() for weight in self.weights]
 
     def own_state(self) -> dict[str, Any]:
         return {"sent": dict(zip(self._names, self._sent, strict=False))}

@@ -164,9 +164,9 @@ class ElasticRound:
         if self._interruption is not None:
             raise self._interruption
         self.changes = mixing.finish()
-        flags = torch.tensor([int(self._active), int(elastic.newcomer_waits())])
+        flags = torch.tensor([int(self._active), elastic.report_newcomers()])
         active, newcomers = allreduce(flags, op="sum", group=communicator.group).tolist()
-        elastic.newcomers_known |= newcomers > 0
+        elastic.note_newcomers(newcomers)
         elastic.idle_after_loss |= elastic.data_changed and 0 < active < communicator.size
         return int(active)
 

@@ -352,6 +352,9 @@ class StrategyRun(Run):
         """Whether this worker has trained on batches that would be lost with it."""
         return self._counted_at_batch is not None and self.counted_steps == self._counted_at_batch
 
+    def complete_in_flight(self) -> None:
+        """Wait for reductions in flight, in which newcomers have no part. Every worker calls it, before some join."""
+
     def use_team(self) -> None:
         """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
 
@@ -378,6 +381,11 @@ class StrategyRun(Run):
         """Replace each tensor by its mean over the workers. Every worker calls it."""
         for tensor, mean in zip(tensors, mean_of_all(self.communicator, tensors), strict=True):
             tensor.detach().copy_(mean)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this worker is the only one, from the start to the end of the job."""
+        return self.communicator.size == 1 and self.world.elastic is None
 
     @property
     def inside_agreed(self) -> bool:
@@ -433,7 +441,7 @@ class StrategyRun(Run):
     @contextmanager
     def agreed(self) -> Iterator[None]:
         self.world.finish_left()
-        if self.inside_agreed or (self.communicator.size == 1 and not self.asynchronous):
+        if self.inside_agreed or (self.alone and not self.asynchronous):
             yield
             return
         self.watch.check_replaced()
@@ -460,7 +468,7 @@ class StrategyRun(Run):
                 "admitted to the team: the others had passed each epoch before it, and its model is not trained"
             )
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
-        if self.communicator.size > 1 or self.asynchronous:
+        if not self.alone or self.asynchronous:
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
@@ -565,6 +573,8 @@ class StrategyRun(Run):
             return False
         due = self.catch_up(missed)
         if not self.has_untrained_batches:  # a newcomer starts from weights that all have
+            if elastic.expects_newcomers:
+                self.complete_in_flight()
             elastic.between_steps(self.world)
         return due
 

@@ -386,6 +386,12 @@ class Elastic:
         """This member has run out of data, and takes part in a step for which the others have read a batch."""
         self._batch_team = self._reader_team
 
+    @property
+    def expects_newcomers(self) -> bool:
+        """Whether the next call of `between_steps` admits newcomers."""
+        connected = self._admission_due or self._preparations >= MAX_PREPARATIONS
+        return len(self.team.members) < self.limits.minimum or (self.newcomers_known and connected)
+
     def between_steps(self, world: World) -> None:
         """Admit newcomers that all members know of, or wait for some if too few members are left."""
         if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
@@ -394,13 +400,10 @@ class Elastic:
             self._behind = False
             self._change_data(world, self._describe_change(self.team, trained=True))
             return
-        if len(self.team.members) >= self.limits.minimum:
-            if not self.newcomers_known:
-                return
-            if not self._admission_due and self._preparations < MAX_PREPARATIONS:
-                if self._preparation is None:
-                    self._prepare()
-                return
+        if not self.expects_newcomers:
+            if self.newcomers_known and self._preparation is None:
+                self._prepare()
+            return
         self._inside = True
         try:
             self._change_team(world, None, None)

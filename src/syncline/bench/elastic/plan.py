@@ -11,7 +11,7 @@ from syncline.errors import IncompatibleError, SpecError
 
 __all__ = ["ElasticPlan", "RunSchedule", "slug_of"]
 
-KILL_MARGIN_S = 5.0
+KILL_MARGIN_S = 4.0
 """No kill in the last seconds of a run: the survivors must have the time to go on before the end."""
 
 

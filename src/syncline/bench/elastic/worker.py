@@ -102,7 +102,8 @@ def train(settings: ScriptSettings) -> None:
     run.close()
     client = getattr(run, "client", None)
     counted = {} if client is None else {"clock": client.clock, "applied": client.status.steps}
-    journal.write(metrics=workload.evaluate(model, workload.splits().test), steps=run.stats.steps, **counted)
+    # Targets are those of the validation split.
+    journal.write(metrics=workload.evaluate(model, workload.splits().validation), steps=run.stats.steps, **counted)
     world.close()
 
 

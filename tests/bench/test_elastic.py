@@ -52,16 +52,17 @@ def kill(time: float, member: int) -> VictimKill:
 
 
 def test_next_step_and_pause_of_each_survivor() -> None:
-    # A step of worker 0 was almost complete at the kill. The newcomer's own pause, at 8 s, does not count.
+    # A step of worker 0 was almost complete at the kill. The pause of 0.5 s before the newcomer's step does not count.
+    steady = [3.25 + 0.25 * number for number in range(9)]
     journals = by_member(
-        journal(0, [1.0, 2.0, 3.0, 6.0, 7.0, 9.5, 10.0]),
-        journal(1, [1.0, 2.0, 6.5, 7.0, 9.5, 10.0]),
-        journal(2, [1.0, 2.0], ended=False),
-        journal(3, [9.0, 10.0], joined=True),
+        journal(0, [2.25, 2.375, 2.625, 3.0, *steady, 5.75, 6.0]),
+        journal(1, [2.25, 2.375, 3.125, *steady, 5.75, 6.0]),
+        journal(2, [2.25, 2.375], ended=False),
+        journal(3, [5.75, 6.0], joined=True),
     )
-    (found,) = recoveries(journals, [kill(2.5, 2)], end=11.0)
-    assert found.next_step_s == {0: 0.5, 1: 4.0}
-    assert found.pause_s == {0: 3.0, 1: 4.5}
+    (found,) = recoveries(journals, [kill(2.5, 2)], end=7.0)
+    assert found.next_step_s == {0: 0.125, 1: 0.625}
+    assert found.pause_s == {0: 0.375, 1: 0.75}
     assert found.stuck == ()
 
 

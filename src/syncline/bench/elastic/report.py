@@ -122,7 +122,13 @@ def _memory(run: JobRun) -> dict[str, dict[str, Any]]:
         files = growth([(seconds, float(count)) for seconds, _, count in samples])
         if memory is not None and files is not None:
             observed = samples[-1][0] - samples[0][0]
-            found[title] = {"program": name, "s": observed, "megabytes": asdict(memory), "descriptors": asdict(files)}
+            found[title] = {
+                "program": name,
+                "s": observed,
+                "megabytes": asdict(memory),
+                "descriptors": asdict(files),
+                "samples": samples,
+            }
     return found
 
 

@@ -20,7 +20,7 @@ from syncline.server.request_handler import OutgoingReply, RequestHandler
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.faults import Kill
 from tests.hunting import hunted, seeds
-from tests.launch.runs import Runs
+from tests.launch.runs import Runs, wait_for
 from tests.server.handler_client import NUMEL, body_of, describe, reason_of, values_of
 from tests.server.hunts.replica_cases import check_same_replies
 from tests.server.test_opening import done
@@ -362,4 +362,39 @@ def test_a_training_continues_after_kill_9_of_a_server(runs: Runs) -> None:
     ended = training.finish()
     assert ended.code == 0, ended.describe()
     assert ended.out.count("trained") == 2, ended.describe()
+    runs.assert_nothing_left()
+
+
+COUNT_ACKNOWLEDGED = """
+import torch, syncline as sl
+from syncline.server import open_space
+with sl.init() as world, open_space(world, "s", 20_000, rules=("adagrad(1.0)", "add"), bounds=(0, 1000)) as client:
+    pushed, left = 0, 100
+    while left:
+        client.push(None, torch.ones(20_000)).wait()
+        pushed += 1
+        left -= (here / "killed").exists()
+        if pushed == 20:
+            post(f"started{rank}")
+    total = sl.allreduce(torch.tensor([float(pushed)]), "sum")
+    values = client.get()
+    say("lost or doubled:", (values[1000:] != total).sum().item())
+"""
+
+
+def test_a_killed_server_is_replaced_and_the_other_one_is_killed(runs: Runs) -> None:
+    """All that was acknowledged is there, though both of the first servers of each shard were killed."""
+    options = ("-n", "2", "--servers", "2", "--replicas", "2", "--restart", "1")
+    counting = runs.start("run", *options, runs.script(COUNT_ACKNOWLEDGED))
+    for rank in range(2):
+        runs.read(f"started{rank}")
+    first, second = counting.programs()[:2]
+    for number, server in enumerate((first, second)):
+        os.kill(server, signal.SIGKILL)
+        wait_for(lambda: f"the place of server {number}" in counting.all_err, counting.describe())  # noqa: B023
+    runs.post("killed")
+    ended = counting.finish()
+    assert ended.code == 0, ended.describe()
+    assert ended.out.count("lost or doubled: 0") == 2, ended.describe()
+    assert "its replicas continue, and it is started again in 1 s (restart 1 of 1)" in ended.err
     runs.assert_nothing_left()

@@ -173,7 +173,7 @@ class Servers:
         self._held: dict[tuple[int, int], Remembered] = {}
         """By server, and by the server whose shards they are."""
         newcomers = [ExtraProcess(partial(self._serve_new, each), "new server") for each in self._plan.rounds]
-        self.members: list[ExtraProcess | Callable[[Transport], None]] = [self._serve] * servers + newcomers
+        self.members: list[ExtraProcess | Callable[[Transport], None]] = [*[self._serve] * servers, *newcomers]
         self._transports: dict[int, Transport] = {}
         self._running: dict[int, Server] = {}
         self._started: set[int] = set()

@@ -9,8 +9,10 @@ may ask for again::
                            │  ◄── acked 7 ──────  │  ◄── acked 7 ───────┘
            ◄── reply ──────┘
 
-A server handles a record when all servers after it have it. So a client gets no reply, and sees no value, that is lost
-with the head; and a body is forwarded without a copy, though the handler changes it. When a server is lost, the one
+A reply waits until all servers after this one have the record. So a client gets no reply, and sees no value, that is
+lost with the head. A record with a short body is handled while it travels; its body is copied before, because the
+handler changes it, and the record may have to be sent again. A long body is forwarded without a copy, and handled when
+all servers after this one have it. When a server is lost, the one
 before it continues with the next one, and sends what was not acknowledged once more. When the head is lost, the next
 server is the head. Every server has the same `RequestHandler`, which is deterministic: what a request does depends on
 the earlier records only.
@@ -122,6 +124,10 @@ class ReplicaChain:
         """The number of the latest record that this server has."""
         self._acked = 0
         """The servers after this one have all records up to this number, and this one has handled them."""
+        self._handled = 0
+        """This server has handled all records up to this number."""
+        self._held: deque[tuple[int, list[OutgoingReply]]] = deque()
+        """Replies to records that some server after this one may not have, with the numbers of these records."""
         self._previous = members[0]
         """The server that has sent the latest record."""
         self._unacked: deque[ReplicaRecord] = deque()
@@ -261,6 +267,12 @@ class ReplicaChain:
     def _add(self, record: ReplicaRecord) -> list[OutgoingReply]:
         """Forward the next record, or handle it if this server is the last; return the replies to send."""
         self._last = record.header.number
+        if self._next is not None and self._handled == self._last - 1 and record.request.repeats:
+            kept = ReplicaRecord(record.header, record.request, record.body.clone())
+            self._unacked.append(kept)
+            self._send(self._next, kept)
+            self._held.append((self._last, self._handle(record)))
+            return []
         self._unacked.append(record)
         if self._next is not None:
             self._send(self._next, record)
@@ -278,8 +290,12 @@ class ReplicaChain:
         self._acked = max(number, self._acked)
         self._send_ack()
         replies: list[OutgoingReply] = []
+        while self._held and self._held[0][0] <= number:
+            replies += self._held.popleft()[1]
         while self._unacked and self._unacked[0].header.number <= number:
-            replies += self._handle(self._unacked.popleft())
+            record = self._unacked.popleft()
+            if record.header.number > self._handled:
+                replies += self._handle(record)
         return [reply for reply in replies if self._was_asked(reply)]
 
     def _may_reply(self, space: int, member: int, number: int) -> bool:
@@ -296,6 +312,7 @@ class ReplicaChain:
 
     def _handle(self, record: ReplicaRecord) -> list[OutgoingReply]:
         kind, member, handler = record.header.kind, record.header.member, self.handler
+        self._handled = record.header.number
         if kind == protocol.REQUESTED:
             return handler.handle(member, record.request, record.body)
         if kind == protocol.REJECTED:
@@ -383,5 +400,6 @@ class ReplicaChain:
         self._pieces = [NO_BODY] * len(self._pieces)  # only their number counts from now on
         self.handler.load_snapshot(state["handler"])
         self._known_losses = set(state["losses"])
-        self._last = self._acked = number
+        self._last = self._acked = self._handled = number
         self._unacked.clear()
+        self._held.clear()

@@ -73,6 +73,8 @@ class _Newcomer:
     number: int
     """The snapshot is the state after this record."""
     pieces: Sequence[Tensor]
+    document_bytes: int
+    """The snapshot begins with a JSON document of this length; the tensors follow."""
     sent: int = 0
     received: int = 0
     """Pieces that it has acknowledged."""
@@ -336,8 +338,10 @@ class ReplicaChain:
         if newcomer is not None and (newcomer.member != source or newcomer.attempt >= attempt):
             return
         state = {"losses": sorted(self._known_losses), "handler": self.handler.snapshot()}
-        pieces = torch.split(pack(state, "snapshot"), SNAPSHOT_PIECE_BYTES)
-        self._newcomer = _Newcomer(source, server, attempt, self._acked, pieces)
+        document, buffer = pack(state, "snapshot")
+        parts = (protocol.bytes_tensor(document), buffer)
+        pieces = [piece for part in parts for piece in torch.split(part, SNAPSHOT_PIECE_BYTES)]
+        self._newcomer = _Newcomer(source, server, attempt, self._acked, pieces, len(document))
         self._send_pieces(self._newcomer)
 
     def pieces_received(self, source: int, attempt: int, pieces: int) -> list[OutgoingReply]:
@@ -364,7 +368,9 @@ class ReplicaChain:
         while newcomer.sent < min(total, newcomer.received + PIECES_IN_FLIGHT):
             body = newcomer.pieces[newcomer.sent]
             newcomer.sent += 1
-            request = NO_REQUEST._replace(number=newcomer.sent, count=total, length=body.numel())
+            request = NO_REQUEST._replace(
+                number=newcomer.sent, count=total, first=newcomer.document_bytes, length=body.numel()
+            )
             header = self._header(protocol.SNAPSHOT, newcomer.attempt, newcomer.number)
             self._send(newcomer.member, ReplicaRecord(header, request, body))
 
@@ -390,13 +396,15 @@ class ReplicaChain:
                 )
             self._pieces.append(record.body)
             if number == total:
-                self._load(record.header.number)
+                self._load(record.header.number, document_bytes=record.request.first)
         self._send(source, self._message(protocol.RECEIVED, self._attempt, len(self._pieces)))
         return []
 
-    def _load(self, number: int) -> None:
+    def _load(self, number: int, document_bytes: int) -> None:
         """Continue like the server whose snapshot has arrived, after its record of this number."""
-        state = unpack(torch.cat(self._pieces), f"a snapshot of shard {self.shard}")
+        data = torch.cat(self._pieces)
+        document = bytes(data[:document_bytes].numpy())
+        state = unpack(document, data[document_bytes:], f"a snapshot of shard {self.shard}")
         self._pieces = [NO_BODY] * len(self._pieces)  # only their number counts from now on
         self.handler.load_snapshot(state["handler"])
         self._known_losses = set(state["losses"])

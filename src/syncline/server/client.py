@@ -23,7 +23,7 @@ from syncline.server.filters import Filter
 from syncline.server.network import ServerNetwork
 from syncline.server.protocol import ReplyHeader, RequestHeader, bytes_tensor, json_body
 from syncline.server.push_encoder import PushEncoder
-from syncline.server.request_sender import EMPTY_BODY, PendingRequest, RequestSender, ServerConnection
+from syncline.server.request_sender import EMPTY_BODY, PendingRequest, RequestSender, ServerConnection, ShardServers
 from syncline.server.space import (
     Keys,
     KeySelection,
@@ -157,7 +157,7 @@ class Client:
         """Steps that this worker has pushed."""
         self.status = ClusterStatus()
         self.bytes_logical = 0
-        chains = [network.chain(server) for server in description.servers]
+        chains = [ShardServers(network, server) for server in description.servers]
         self.sender = RequestSender(network.transport, description.space_id, chains, retry_s, self._handle_reply)
         self._bytes_read = 0
         self._layout = description.layout

@@ -17,13 +17,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from syncline.environment import Environment, Rendezvous, detect
 from syncline.environment.base import Variables
 from syncline.errors import SpecError, WorldError
+from syncline.server.chain_log import ChainLog
 from syncline.transports import Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
+from syncline.transports.key_value_store import program_name
 from syncline.world import World
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
@@ -51,7 +54,9 @@ class Roles:
     replicas: int = 1
     """The number of servers that hold each shard."""
     number: int = 0
-    """The number of this server."""
+    """The number of this server, or of the lost one that it replaces."""
+    joins: bool = False
+    """Whether this server joins a running network, in the place of a lost one."""
     one_host: bool = False
     rendezvous: Rendezvous | None = None
 
@@ -114,6 +119,7 @@ def read_roles(environ: Mapping[str, str] | None = None) -> Roles:
         evaluators=evaluators,
         replicas=replicas,
         number=number,
+        joins=role == "server" and variables.get("SYNCLINE_JOIN") == "1",
         one_host=variables.get("SYNCLINE_HOSTS") == "1",
         rendezvous=read.rendezvous(None, None),
     )
@@ -132,6 +138,21 @@ class ServerNetwork:
     evaluators: tuple[int, ...] = ()
     replicas: int = 1
     """The number of servers that hold each shard."""
+    replaces: int | None = None
+    """If this process is a new server: the number of the lost one whose place it takes."""
+    newcomers: tuple[int, ...] = ()
+    """On the simulator: members that may become new servers."""
+
+    @cached_property
+    def chain_log(self) -> ChainLog:
+        """With replicas: which servers hold which shard now."""
+        transport = self.transport
+        return ChainLog(transport.control_store, transport.runtime, self.servers, self.replicas)
+
+    @property
+    def server_number(self) -> int:
+        """The number of the server in this process, or of the lost one that it replaces."""
+        return self.servers.index(self.me) if self.replaces is None else self.replaces
 
     def chain(self, server: int) -> tuple[int, ...]:
         """The servers that hold the shard of a server: itself, then the next ones.
@@ -146,7 +167,7 @@ class ServerNetwork:
     @property
     def serves(self) -> bool:
         """Whether this process runs a server."""
-        return self.me in self.servers
+        return self.me in self.servers or self.replaces is not None
 
     def close(self) -> None:
         """Close the transport. Calls that still wait on it end with an error."""
@@ -156,17 +177,27 @@ class ServerNetwork:
 
 
 def network_of(
-    transport: Transport, workers: int, servers: int = 0, evaluators: int = 0, replicas: int = 1
+    transport: Transport,
+    workers: int,
+    servers: int = 0,
+    evaluators: int = 0,
+    replicas: int = 1,
+    *,
+    newcomers: int = 0,
+    replaces: int | None = None,
 ) -> ServerNetwork:
     """The network on a transport whose members have the order above. Without servers every worker serves.
 
-    `replicas` is the number of servers that hold each shard.
+    `replicas` is the number of servers that hold each shard. On the simulator `newcomers` more members follow, which
+    may become new servers; `replaces` is the number of the server whose place such a member takes.
 
     >>> from syncline.transports import SingleTransport
     >>> network_of(SingleTransport(), workers=1).servers
     (0,)
     """
-    if workers < 1 or workers + servers + evaluators != transport.size:
+    end = workers + servers
+    known = end + evaluators + newcomers
+    if workers < 1 or (known != transport.size if replaces is None else known > transport.size):
         raise WorldError(
             f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
             "this transport"
@@ -176,7 +207,11 @@ def network_of(
             f"replicas={replicas} with {servers} dedicated servers: a shard lives on 1 to {max(1, servers)} of them; "
             "start more servers (syncline run --servers S --replicas R)"
         )
-    end = workers + servers
+    if replaces is not None and (replicas < 2 or not 0 <= replaces < servers):
+        raise WorldError(
+            f"a new server cannot replace server {replaces} of {servers} with replicas={replicas}: no other server has "
+            "its shard (syncline run --servers S --replicas R --restart K)"
+        )
     network = ServerNetwork(
         transport=transport,
         workers=tuple(range(workers)),
@@ -185,6 +220,8 @@ def network_of(
         dedicated=servers > 0,
         evaluators=tuple(range(end, end + evaluators)),
         replicas=replicas,
+        replaces=replaces,
+        newcomers=tuple(range(end + evaluators, known)),
     )
     clients = (*network.workers, *network.evaluators)
     transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
@@ -216,9 +253,13 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
     extra = world.transport.extra_roles
     if extra:
         servers = extra.count("server")
-        if extra != ("server",) * servers + ("evaluator",) * (len(extra) - servers):
-            raise WorldError(f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, no others")
-        return network_of(world.job_channel, world.size, servers, len(extra) - servers, replicas)
+        evaluators, newcomers = extra.count("evaluator"), extra.count("new server")
+        if extra != ("server",) * servers + ("evaluator",) * evaluators + ("new server",) * newcomers:
+            raise WorldError(
+                f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, then new servers, no "
+                "others"
+            )
+        return network_of(world.job_channel, world.size, servers, evaluators, replicas, newcomers=newcomers)
     simulated = world.transport.timing.virtual  # the launcher's variables are not about simulated ranks
     roles = Roles() if simulated else read_roles(world.environ)
     if roles.role != "worker":
@@ -251,6 +292,11 @@ def join_network(
             "and sets it (SYNCLINE_ROLE, MASTER_ADDR, MASTER_PORT)"
         )
     zeromq = importlib.import_module("syncline.transports.zeromq")
+    if roles.joins:
+        transport = zeromq.join(roles.rendezvous, timeout, label=LABEL, name_of=roles.name_of, name=program_name())
+        return network_of(
+            transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, replaces=roles.number
+        )
     environment = roles.environment()
     transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=join_timeout_s, name_of=roles.name_of)
     return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas)

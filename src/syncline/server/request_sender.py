@@ -22,6 +22,7 @@ from torch import Tensor
 from syncline.errors import PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Lock
 from syncline.server import protocol
+from syncline.server.network import ServerNetwork
 from syncline.server.protocol import REPLY_BYTES, ReplyHeader, RequestHeader
 from syncline.transports import BytesHandle, Handle, Transport
 
@@ -29,6 +30,24 @@ __all__ = ["PendingRequest", "RequestSender", "ServerConnection"]
 
 MAX_REPLY_BYTES = REPLY_BYTES + protocol.MAX_INLINE_BYTES
 EMPTY_BODY = torch.empty(0, dtype=torch.uint8)
+
+
+class ShardServers:
+    """The servers of a shard's chain, in order, each with the `replica` of requests there. New ones come at the end."""
+
+    def __init__(self, network: ServerNetwork, server: int) -> None:
+        self.replicated = network.replicas > 1
+        self._network, self._server = network, server
+
+    def __call__(self, refresh: bool = False) -> Sequence[tuple[int, int]]:
+        """The chain as far as it is known; with `refresh`, as the chain log has it now, if the store answers."""
+        if not self.replicated:
+            return ((self._server, 0),)
+        log = self._network.chain_log
+        if refresh:
+            with suppress(RuntimeError):
+                log.read()
+        return log.chain_of(self._network.servers.index(self._server))
 
 
 @dataclass(eq=False, slots=True)
@@ -86,9 +105,10 @@ class ServerConnection:
     The shard lives on the servers of `chain`. The client talks to the first of them that is not lost.
     """
 
-    def __init__(self, transport: Transport, chain: Sequence[int], index: int, space_id: int) -> None:
+    def __init__(self, transport: Transport, chain: ShardServers, index: int, space_id: int) -> None:
         self.transport = transport
-        self.chain = tuple(chain)
+        self._servers = chain
+        self._space_id = space_id
         self.replica = 0
         """The place in the chain of the server that gets the requests."""
         self.index = index
@@ -105,12 +125,18 @@ class ServerConnection:
         the caller uses again.
         """
         self.pending: dict[int, PendingRequest] = {}
-        self._first_tags = [protocol.first_tag(space_id, replica) for replica in range(len(self.chain))]
+        self._set_chain(chain())
         self._finished: set[int] = set()
         self._wire = transport.runtime.lock()
         """Held while a header and its body are sent, so that no other task sends a body between them; and while the
         connection moves to another server.
         """
+
+    def _set_chain(self, chain: Sequence[tuple[int, int]]) -> None:
+        self.chain = tuple(member for member, _ in chain)
+        self._offsets = [offset for _, offset in chain]
+        """The `replica` of requests at each server of the chain."""
+        self._first_tags = [protocol.first_tag(self._space_id, offset) for offset in self._offsets]
 
     @property
     def member(self) -> int:
@@ -178,6 +204,8 @@ class ServerConnection:
             while True:
                 if self.transport.gone_reason(self.member):
                     if self.replica + 1 == len(self.chain):
+                        self._set_chain(self._servers(refresh=True))  # a new server is added at the end
+                    if self.replica + 1 == len(self.chain):
                         return False
                     self.replica += 1
                 if pending.replica == self.replica:
@@ -213,8 +241,8 @@ class ServerConnection:
         if pending.finished:
             return
         header, transport, member = pending.header, self.transport, self.member
-        if self.replica:
-            header = header._replace(replica=self.replica)
+        if self._offsets[self.replica]:
+            header = header._replace(replica=self._offsets[self.replica])
         if header.length <= protocol.MAX_INLINE_BYTES:
             body = (pending.body.numpy().data.cast("B"),) if header.length else ()
             transport.send_bytes((header.pack(), *body), member, protocol.REQUEST_TAG, lossy=header.repeats)
@@ -257,7 +285,7 @@ class ServerConnection:
 
     def _mark_replied(self, pending: PendingRequest, posted: BytesHandle) -> bool:
         """Record that the reply has arrived; False if the request was sent to another server meanwhile."""
-        if len(self.chain) == 1:
+        if not self._servers.replicated:
             return True
         with self._wire:
             pending.replied = pending.reply_receive is posted
@@ -325,7 +353,7 @@ class RequestSender:
         self,
         transport: Transport,
         space_id: int,
-        chains: Sequence[Sequence[int]],
+        chains: Sequence[ShardServers],
         retry_s: float | None,
         on_reply: Callable[[PendingRequest, ReplyHeader], None],
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import syncline as sl
-from syncline.environment.lost_after import ALIVE, lost_after
+from syncline.environment.lost_after import ALIVE, DEAD, lost_after
 from syncline.runtime import RealRuntime
 from syncline.transports.key_value_store import BoundedStore, StoreSilentError
 from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, LossReason
@@ -341,3 +341,24 @@ def test_the_variable_of_the_silence_limit_is_checked(text: str, monkeypatch: py
     monkeypatch.setenv("SYNCLINE_LOST_AFTER", text)
     with pytest.raises(sl.errors.SpecError, match=f"SYNCLINE_LOST_AFTER={text}: give a number of seconds"):
         lost_after()
+
+
+def test_wait_that_begins_after_the_loss_is_known_is_broken_too() -> None:
+    table = Table()
+
+    def wait(world: sl.World) -> list[str]:
+        liveness = Liveness(table, table, 0, 2, world.runtime, elastic=True)
+        table.rows[f"{DEAD}/1"] = json.dumps({"rank": 1, "reason": "it was killed"})
+        table.add(DEAD, 1)
+        world.runtime.sleep(2 * HEARTBEAT_EVERY_S)
+        assert liveness.lost() == {1: "it was killed"}
+        broken: list[str] = []
+        over = liveness.waiting("allreduce", "team1", (0, 1), break_off=lambda: broken.append("team1"))
+        other = liveness.waiting("allreduce", "team2", (0, 2), break_off=lambda: broken.append("team2"))
+        world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
+        over()
+        other()
+        liveness.stop()
+        return broken
+
+    assert sl.simulate(wait, ranks=1).results == (["team1"],)

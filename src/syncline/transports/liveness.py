@@ -251,6 +251,8 @@ class Liveness:
                 if self._gone is None:
                     self._ask(self._read_posted)
                     self._ask(self._read_deaths)
+                if self.elastic:
+                    self._break_waits_for_lost()
                 self._warn()
                 self._compare()
             except Exception as error:  # `undelivered` calls code of the strategies
@@ -425,13 +427,16 @@ class Liveness:
                 level = logging.INFO if self.elastic else logging.WARNING  # the launcher has said so too
                 logger.log(level, "rank %d: the launcher reports that rank %d is lost: %s", self.rank, rank, reason)
                 if self.elastic:
-                    self._break_waits_for(rank)
+                    self._break_waits_for_lost()
             self._deaths = deaths  # last: if the store fails midway, the next heartbeat reads again
 
-    def _break_waits_for(self, rank: int) -> None:
-        """End waits on channels of a lost rank: if its host is cut off, no connection breaks by itself."""
+    def _break_waits_for_lost(self) -> None:
+        """End waits on channels of lost ranks: if a host is cut off, no connection breaks by itself.
+
+        Every heartbeat calls it, because a wait may begin after the loss is known.
+        """
         for wait in list(self._waits.values()):
-            if wait.break_off is not None and rank in wait.members:
+            if wait.break_off is not None and not self.dead.keys().isdisjoint(wait.members):
                 break_off, wait.break_off = wait.break_off, None
                 break_off()
 

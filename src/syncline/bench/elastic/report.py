@@ -251,8 +251,9 @@ def _checks(runs: Sequence[Mapping[str, Any]]) -> list[str]:
                 lines.append(f"{title:<32} {_growth_text(use)}")
         if run["pushes"] is not None:
             lines.append(f"{'pushes':<32} {_pushes_text(run['pushes'])}")
+        skipped = run["skipped_kills"]
         wrong = {
-            "skipped kills": run["skipped_kills"],
+            "skipped kills": [f"{len(skipped)}; the first {skipped[0]}"] if skipped else [],
             "survivors that stood still": run["stuck"],
             "processes left": run["left_processes"],
             "temporary files left": run["left_files"],

@@ -30,6 +30,7 @@ class StandIn:
         self.stats = SimpleNamespace(steps=0)
         self.uneven = SimpleNamespace(weight=(1.0, False), leave=self.leave)
         self.asynchronous = False
+        self.epoch_needs_round = False
         self.checks = 0
         self.settled: list[int] = []
         self.left = 0

@@ -464,3 +464,50 @@ def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.Monk
 
     assert sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.2)]).results == (3, 3, 3)
     assert max(steps[2:]) < 0.1, "a newcomer costs the others less than a step"
+
+
+def test_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None:
+    def train_some(world: World) -> int:
+        joins = world.elastic is not None and world.elastic.joining
+        model = torch.nn.Linear(3 if joins else 2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer) as run:
+            for _ in range(3):
+                for x in run.shard(DataLoader(torch.ones(40, 2), batch_size=2)):  # type: ignore[arg-type]
+                    world.compute(0.1)
+                    model(x).sum().backward()
+                    optimizer.step()
+            return world.size
+
+    found = sl.simulate(train_some, ranks=2, elastic=(1, 3), faults=[Join(at=1.0)], return_exceptions=True).results
+    assert found[:2] == (2, 2)
+    assert isinstance(found[2], IncompatibleError)
+    assert "weight is float32[1, 3] here and float32[1, 2] at the others; a worker joins with" in str(found[2])
+
+
+def test_worker_leaves_politely_and_nothing_is_repeated() -> None:
+    """Every sample is trained exactly once an epoch although a worker leaves in the middle."""
+
+    def train_some(world: World) -> tuple[float, int] | None:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        elastic, steps, samples = world.elastic, 0, 0
+        assert elastic is not None
+        try:
+            with sl.distribute(model, optimizer) as run:
+                for x in run.shard(DataLoader(torch.ones(48, 1), batch_size=2)):  # type: ignore[arg-type]
+                    world.compute(0.1)
+                    optimizer.zero_grad()
+                    model(x).sum().backward()
+                    optimizer.step()
+                    steps, samples = steps + 1, samples + len(x)
+                    if member_of(world) == 1 and steps == 3:
+                        elastic.leave_reason = "it received SIGTERM"
+        except SystemExit:
+            return 0.0, samples
+        return float(model.weight.detach()), samples
+
+    found = sl.simulate(train_some, ranks=3, elastic=(1, 3)).results
+    assert found[0][0] == found[2][0]
+    assert sum(samples for _, samples in found) == 48

@@ -565,6 +565,8 @@ class StrategyRun(Run):
         elastic = self.world.elastic
         if elastic is None:
             return
+        if elastic.manual:
+            raise IncompatibleError("an elastic job trains by sl.distribute or by Horovod's API, not by both")
         if self.elastic_refusal and (elastic.joining or not self.asynchronous):
             raise IncompatibleError(self.elastic_refusal)
         if not elastic.joining:

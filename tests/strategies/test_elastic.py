@@ -485,8 +485,10 @@ def test_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None:
     assert "weight is float32[1, 3] here and float32[1, 2] at the others; a worker joins with" in str(found[2])
 
 
-def test_worker_leaves_politely_and_nothing_is_repeated() -> None:
-    """Every sample is trained exactly once an epoch although a worker leaves in the middle."""
+def leave_politely(seed: int) -> None:
+    """A worker leaves at a step that the seed draws, and sometimes another one is killed."""
+    random_ = random.Random(seed)
+    last, killed = random_.randrange(1, 9), random_.choice((None, 0, 2))
 
     def train_some(world: World) -> tuple[float, int] | None:
         model = torch.nn.Linear(1, 1, bias=False)
@@ -502,12 +504,20 @@ def test_worker_leaves_politely_and_nothing_is_repeated() -> None:
                     model(x).sum().backward()
                     optimizer.step()
                     steps, samples = steps + 1, samples + len(x)
-                    if member_of(world) == 1 and steps == 3:
+                    if member_of(world) == 1 and steps == last:
                         elastic.leave_reason = "it received SIGTERM"
         except SystemExit:
             return 0.0, samples
         return float(model.weight.detach()), samples
 
-    found = sl.simulate(train_some, ranks=3, elastic=(1, 3)).results
-    assert found[0][0] == found[2][0]
-    assert sum(samples for _, samples in found) == 48
+    faults = [] if killed is None else [Kill(killed, at=random_.uniform(0.05, 1.0))]
+    found = sl.simulate(train_some, ranks=3, elastic=(1, 3), faults=faults, seed=seed).results
+    ended = [one for one in (found[0], found[2]) if one is not None]
+    assert len({weight for weight, _ in ended}) == 1
+    if killed is None:
+        assert sum(samples for _, samples in found) == 48, "every sample is trained once"
+
+
+@pytest.mark.hunt
+def test_worker_leaves_politely_and_nothing_is_repeated() -> None:
+    hunt_cases(leave_politely, seeds(6, 500), "tests.strategies.test_elastic.leave_politely({seed})")

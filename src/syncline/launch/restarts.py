@@ -191,7 +191,7 @@ class ElasticRanks(FixedRanks):
         self._failures[slot.program.host].append(now)
         if self._fails_often(slot.program.host) and self._other_hosts(slot.program.host):
             self._exclude(slot.program.host)
-        if self._finishing or slot.restarts >= self._limits.restarts or slot.program.host in self._excluded:
+        if self._finishing or slot.restarts >= self._limits.restarts or self._is_left_out(slot):
             slot.state = "lost"
             times = "once" if slot.restarts == 1 else f"{slot.restarts} times"
             return f"it was started again {times} already, and the others go on" if slot.restarts else ""
@@ -200,6 +200,10 @@ class ElasticRanks(FixedRanks):
         slot.restarts += 1
         slot.state, slot.due = "waiting", now + slot.delay_s
         return f"it is started again in {slot.delay_s:.0f} s (restart {slot.restarts} of {self._limits.restarts})"
+
+    def _is_left_out(self, slot: _Slot) -> bool:
+        """With changing hosts: whether the slot's host fails often. Otherwise another host may have a free place."""
+        return self._hosts is not None and slot.program.host in self._excluded
 
     def _other_hosts(self, host: str) -> bool:
         """Whether the script has named other hosts, which do not fail often."""

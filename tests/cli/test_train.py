@@ -120,6 +120,27 @@ def test_other_settings_than_before_are_told(
     assert plan["settings"]["seed"] == 3
 
 
+def test_job_that_slurm_has_started_again_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started: list[start.Job] = []
+
+    def note(job: start.Job, ranks: int) -> int:
+        started.append(job)
+        return 0
+
+    monkeypatch.setattr(placement, "run_here", note)
+    (Path("a") / "checkpoints").mkdir(parents=True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    with pytest.raises(IncompatibleError, match="a holds a run already"):
+        train.run(parsed(CONVEX, "--out", "a"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert train.run(parsed(CONVEX, "--out", "a")) == 0
+    assert json.loads(started[0].target[-1])["resume"] is True
+    assert "it continues a, as with --resume auto" in caplog.text
+
+
 @pytest.mark.parametrize("resume", [(), ("--resume", "auto")])
 def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: tuple[str, ...]) -> None:
     """Before a worker is started; and the job itself holds its folder while it runs."""

@@ -245,3 +245,30 @@ def test_training_continues_and_a_restarted_worker_joins(runs: Runs, strategy: s
     assert len({tuple(line[4:]) for line in lines}) == 1, "the same weights and steps on all"
     assert "team 2 continues with 2 workers (members [0, 2])" in run.err
     assert "team 3 continues with 3 workers (members [0, 2, 3])" in run.err
+
+
+LEAVING = TRAINING.replace(
+    """            os.kill(os.getpid(), 9)
+""",
+    """            os.kill(os.getpid(), SIGNAL)
+""",
+).replace("joined = int(", "joined = steps > 60 or int(")
+
+
+def test_preempted_worker_leaves_between_two_steps(runs: Runs) -> None:
+    script = runs.script(LEAVING.replace("SIGNAL", str(int(signal.SIGTERM))))
+    run = runs.run("run", "-n", "3", "--elastic", "2:3", "--restart", "1", script)
+    assert run.code == 0, run.describe()
+    lines = sorted(line[line.index("done") :].split() for line in run.out.splitlines() if "done" in line)
+    assert [line[1:4] for line in lines] == [["0", "0", "2"], ["2", "1", "2"]], run.describe()
+    assert len({tuple(line[4:]) for line in lines}) == 1, "the same weights and steps on all"
+    assert "member 1 leaves the job: it received SIGTERM" in run.err
+    assert "rank 1 has left the job, and the others go on" in run.err
+    assert "is started again" not in run.err
+
+
+def test_leaving_below_the_minimum_ends_the_job(runs: Runs) -> None:
+    script = runs.script(LEAVING.replace("SIGNAL", str(int(signal.SIGUSR1))))
+    run = runs.run("run", "-n", "2", "--elastic", "2:2", script)
+    assert run.code == 143, run.describe()
+    assert "1 rank is left of 2, and the job needs at least 2: it ends" in run.err

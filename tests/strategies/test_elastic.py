@@ -473,3 +473,60 @@ def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.Monk
 
     assert sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.2)]).results == (3, 3, 3)
     assert max(steps[2:]) < 0.1, "a newcomer costs the others less than a step"
+
+
+def test_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None:
+    def train_some(world: World) -> int:
+        joins = world.elastic is not None and world.elastic.joining
+        model = torch.nn.Linear(3 if joins else 2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer) as run:
+            for _ in range(3):
+                for x in run.shard(DataLoader(torch.ones(40, 2), batch_size=2)):  # type: ignore[arg-type]
+                    world.compute(0.1)
+                    model(x).sum().backward()
+                    optimizer.step()
+            return world.size
+
+    found = sl.simulate(train_some, ranks=2, elastic=(1, 3), faults=[Join(at=1.0)], return_exceptions=True).results
+    assert found[:2] == (2, 2)
+    assert isinstance(found[2], IncompatibleError)
+    assert "weight is float32[1, 3] here and float32[1, 2] at the others; a worker joins with" in str(found[2])
+
+
+def leave_politely(seed: int) -> None:
+    """A worker leaves at a step that the seed draws, and sometimes another one is killed."""
+    random_ = random.Random(seed)
+    last, killed = random_.randrange(1, 9), random_.choice((None, 0, 2))
+
+    def train_some(world: World) -> tuple[float, int] | None:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        elastic, steps, samples = world.elastic, 0, 0
+        assert elastic is not None
+        try:
+            with sl.distribute(model, optimizer) as run:
+                for x in run.shard(DataLoader(torch.ones(48, 1), batch_size=2)):  # type: ignore[arg-type]
+                    world.compute(0.1)
+                    optimizer.zero_grad()
+                    model(x).sum().backward()
+                    optimizer.step()
+                    steps, samples = steps + 1, samples + len(x)
+                    if member_of(world) == 1 and steps == last:
+                        elastic.leave_reason = "it received SIGTERM"
+        except SystemExit:
+            return 0.0, samples
+        return float(model.weight.detach()), samples
+
+    faults = [] if killed is None else [Kill(killed, at=random_.uniform(0.05, 1.0))]
+    found = sl.simulate(train_some, ranks=3, elastic=(1, 3), faults=faults, seed=seed).results
+    ended = [one for one in (found[0], found[2]) if one is not None]
+    assert len({weight for weight, _ in ended}) == 1
+    if killed is None:
+        assert sum(samples for _, samples in found) == 48, "every sample is trained once"
+
+
+@pytest.mark.hunt
+def test_worker_leaves_politely_and_nothing_is_repeated() -> None:
+    hunt_cases(leave_politely, seeds(6, 500), "tests.strategies.test_elastic.leave_politely({seed})")

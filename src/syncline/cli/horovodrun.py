@@ -5,6 +5,7 @@ examples:
   syncline horovodrun -np 4 -H localhost:4 python train.py         the same
   syncline horovodrun -np 8 -H a:4,b:4 python -u train.py          over ssh; every host has the same paths
   syncline horovodrun -np 8 --hostfile hosts -p 2222 python -m package.train
+  syncline horovodrun -np 3 --min-np 2 --max-np 4 --host-discovery-script ./hosts.sh python train.py      elastic
   syncline horovodrun -np 2 --timeline-filename t.json --fusion-threshold-mb 32 python train.py
   syncline horovodrun --check-build
 
@@ -32,6 +33,8 @@ from syncline.cli.placement import Placement, add_placement_options
 from syncline.cli.run import check_readable
 from syncline.compat.horovod.settings import PREFIX, read
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.launch.discovery import HostDiscovery
+from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticOptions
 from syncline.launch.mpi import why_no_mpi
 from syncline.launch.programs import LOCALHOST, Host, parse_hosts
 from syncline.launch.ssh import ssh_command
@@ -42,6 +45,8 @@ __all__ = ["PythonCommand", "configure", "parse_command", "place_ranks", "read_h
 
 logger = logging.getLogger("syncline")
 
+MAX_WORKERS = 1 << 20
+"""The most workers of an elastic job without --max-np."""
 VALUES = (
     ("--cycle-time-ms", "CYCLE_TIME", "MS", "how long requests are collected before they are sent"),
     ("--cache-capacity", "CACHE_CAPACITY", "N", "number of cached requests; 0: none"),
@@ -61,9 +66,7 @@ SWITCHES = (
 )
 IDLE = {
     "--start-timeout": 1,
-    "--elastic-timeout": 1,
     "--reset-limit": 1,
-    "--slots-per-host": 1,
     "--blacklist-cooldown-range": 2,
     "--hierarchical-allgather": 0,
     "--no-hierarchical-allgather": 0,
@@ -92,7 +95,6 @@ IDLE = {
 REFUSED = {
     "--output-filename": "output goes to the terminal, each line with its rank; write it to a file with > FILE",
     "--config-file": "YAML is not read here; give its settings as flags or as HOROVOD_* variables",
-    "--host-discovery-script": "the hosts of a run are fixed when it is started; name them with -H",
     "--jsrun": "LSF's jsrun is not supported; use -H with ssh, --mpi, or syncline run --hosts slurm",
 }
 """Flags of horovodrun that are not supported, and what to do instead."""
@@ -126,11 +128,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_placement_options(engine, "--mpi")
     engine.add_argument("--mpi-args", metavar='="…"', default="", help="more options for mpiexec")
     engine.add_argument("--binding-args", metavar='="…"', default="", help="more options for mpiexec")
-    elastic = parser.add_argument_group("elastic", "the number of workers is fixed: these must equal -np")
-    elastic.add_argument("--min-np", "--min-num-proc", type=int, dest="min_np", metavar="N")
-    elastic.add_argument("--max-np", "--max-num-proc", type=int, dest="max_np", metavar="N")
+    _configure_elastic(parser)
     _configure_tuning(parser)
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="python train.py args…", help="what to run")
+
+
+def _configure_elastic(parser: argparse.ArgumentParser) -> None:
+    elastic = parser.add_argument_group("elastic", "the job goes on without lost workers, and takes new ones")
+    for flag, name, text in (
+        ("min", "min_np", "the least workers; the job ends with fewer. Default: -np"),
+        ("max", "max_np", "the most workers. Default: -np, or no limit with a script"),
+    ):
+        elastic.add_argument(f"--{flag}-np", f"--{flag}-num-proc", type=int, dest=name, metavar="N", help=text)
+    elastic.add_argument(
+        "--host-discovery-script", metavar="FILE", help="is run every second, and prints a line host:slots for each"
+    )
+    elastic.add_argument(
+        "--slots-per-host", type=int, metavar="N", help="slots of hosts for which the script prints none; default 1"
+    )
+    elastic.add_argument(
+        "--elastic-timeout",
+        dest=PREFIX + "ELASTIC_TIMEOUT",
+        metavar="S",
+        help="how long the job waits for enough hosts, and a new worker for the others; default 600",
+    )
 
 
 def _configure_tuning(parser: argparse.ArgumentParser) -> None:
@@ -167,23 +188,59 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     words = arguments.command_line
     command = parse_command(words[1:] if words[:1] == ["--"] else words)
-    hosts = _hosts(arguments)
-    _check_elastic(arguments, sum(host.slots for host in hosts))
     variables = {**command.variables, **_variables(arguments)}
-    read({**os.environ, **variables})  # an invalid value is refused here, not on every rank
+    settings = read({**os.environ, **variables})  # an invalid value is refused here, not on every rank
+    with _discovery(arguments) as discovery:
+        hosts = _hosts(arguments, discovery, settings.elastic_timeout)
+        elastic = _elastic_options(arguments, sum(host.slots for host in hosts))
+        if elastic is not None:
+            variables.setdefault("HOROVOD_ELASTIC", "1")
+        job = Job(
+            target=command.target,
+            mpi=arguments.mpi,
+            variables=variables,
+            horovod=True,
+            elastic=elastic,
+            policy="stop" if elastic is None else "continue",
+            discovery=discovery,
+            elastic_timeout_s=settings.elastic_timeout,
+        )
+        return _start(arguments, job, hosts)
+
+
+def _start(arguments: argparse.Namespace, job: Job, hosts: Sequence[Host]) -> int:
     idle = [flag for flag in IDLE if vars(arguments)[flag] not in (None, False)]
     if idle:
         logger.warning("without effect here: %s", ", ".join(idle))
-    job = Job(target=command.target, mpi=arguments.mpi, variables=variables, horovod=True)
-    ranks, elsewhere = sum(host.slots for host in hosts), () if [host.name for host in hosts] == [LOCALHOST] else hosts
+    here = [host.name for host in hosts] == [LOCALHOST] and job.discovery is None
+    ranks, elsewhere = sum(host.slots for host in hosts), () if here else tuple(hosts)
     if arguments.mpi:
         return run_by_mpiexec(job, ranks, elsewhere, shlex.split(f"{arguments.mpi_args} {arguments.binding_args}"))
     with _ssh_options(arguments.ssh_port, arguments.ssh_identity_file):
-        return Placement(ranks, elsewhere).run(job)
+        return Placement(ranks, elsewhere).run_elastic(job, None)
 
 
-def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
+@contextlib.contextmanager
+def _discovery(arguments: argparse.Namespace) -> Iterator[HostDiscovery | None]:
+    """The script that names the hosts; None if there is none."""
+    if arguments.host_discovery_script is None:
+        yield None
+        return
+    names = _names_of_this_machine()
+    slots = 1 if arguments.slots_per_host is None else arguments.slots_per_host
+    found = HostDiscovery(arguments.host_discovery_script, slots, lambda name: LOCALHOST if name in names else name)
+    with contextlib.closing(found):
+        yield found
+
+
+def _hosts(arguments: argparse.Namespace, discovery: HostDiscovery | None, timeout_s: float) -> tuple[Host, ...]:
     ranks: int | None = arguments.ranks
+    if discovery is not None:
+        least = ranks or arguments.min_np or 1
+        found = discovery.wait(least, timeout_s)
+        slots = sum(host.slots for host in found)
+        most = slots if arguments.max_np is None else min(slots, arguments.max_np)
+        return place_ranks(",".join(f"{host.name}:{host.slots}" for host in found), most)
     if arguments.hostfile is not None:
         return place_ranks(read_hostfile(arguments.hostfile), ranks)
     if arguments.hosts is not None:
@@ -201,6 +258,11 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UnsupportedError(f"{flag}: {instead}")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise SpecError(f"-np {arguments.ranks}: a run takes at least one worker")
+    script = arguments.host_discovery_script
+    if script is not None and (arguments.hosts is not None or arguments.hostfile is not None):
+        raise IncompatibleError(f"--host-discovery-script {script} names the hosts; leave -H and --hostfile out")
+    if arguments.slots_per_host is not None and (script is None or arguments.slots_per_host < 1):
+        raise SpecError(f"--slots-per-host {arguments.slots_per_host}: at least 1, with --host-discovery-script")
     if arguments.mpi and arguments.gloo:
         raise IncompatibleError("--gloo and --mpi are two backends; leave one out")
     if arguments.mpi and (arguments.ssh_port is not None or arguments.ssh_identity_file is not None):
@@ -209,12 +271,21 @@ def _check(arguments: argparse.Namespace) -> None:
         raise IncompatibleError("--mpi-args and --binding-args are for mpiexec; add --mpi, or leave them out")
 
 
-def _check_elastic(arguments: argparse.Namespace, ranks: int) -> None:
-    for flag, count in (("--min-np", arguments.min_np), ("--max-np", arguments.max_np)):
-        if count is not None and count != ranks:
-            raise UnsupportedError(
-                f"{flag} {count} with {ranks} worker{'s' * (ranks > 1)}: their number is fixed; leave {flag} out"
-            )
+def _elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOptions | None:
+    """The limits of an elastic job; None if no option asks for one."""
+    least, most, script = arguments.min_np, arguments.max_np, arguments.host_discovery_script
+    if least is None and most is None and script is None:
+        return None
+    if arguments.mpi:
+        raise IncompatibleError("--mpi: mpiexec ends all workers when one fails; leave it out, or the elastic options")
+    least = (ranks if arguments.ranks is None else arguments.ranks) if least is None else least
+    most = (ranks if script is None else MAX_WORKERS) if most is None else most
+    if not 1 <= least <= ranks <= most:
+        raise SpecError(
+            f"--min-np {least} --max-np {most} with {ranks} worker{'s' * (ranks > 1)}: the minimum is at least 1 and "
+            f"at most {ranks}, the maximum at least {ranks}"
+        )
+    return ElasticOptions(least, most, DEFAULT_RESTARTS)
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:

@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import importlib.util
 import logging
+import os
 import shutil
 import sys
 from dataclasses import asdict
@@ -278,6 +279,9 @@ def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolde
     from syncline.training.run_folder import checkpoints_in
 
     resume = arguments.resume
+    if resume is None and _requeued() and arguments.out is not None and RunFolder(arguments.out).used():
+        logger.warning("Slurm has started this job again: it continues %s, as with --resume auto", arguments.out)
+        resume = AUTO
     if resume is None:
         folder = RunFolder(arguments.out or Path("runs") / fresh_name(workload.spec))
         if folder.used():
@@ -300,6 +304,11 @@ def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolde
     if source == Path(resume):
         raise SpecError(f"--resume {resume} is not a run's folder: give --out for the files of this run")
     return RunFolder(resume), True
+
+
+def _requeued() -> bool:
+    """Whether Slurm has started this job before."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def _check_resumed(folder: RunFolder, workload: Workload, settings: Settings) -> None:

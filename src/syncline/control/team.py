@@ -26,8 +26,9 @@ __all__ = ["Arrival", "Team", "TeamFormation"]
 
 TEAM_KEY = "control/team"
 ARRIVE_KEY = "control/arrive"
-WAITING, TEAM, LOST, LEFT = "waiting", "team", "lost", "left"
-"""Kinds of log entries: a newcomer waits; a team was formed; a member is lost; a member has left by itself."""
+WAITING, TEAM, LOST, LEFT, LEAVE = "waiting", "team", "lost", "left", "leave"
+"""Kinds of log entries: a newcomer waits; a team was formed; a member is lost; a member has left by itself; a member
+must leave, says the launcher."""
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
 """Polling interval of the store in seconds while a team forms: at first, and at most."""
 
@@ -100,6 +101,10 @@ class TeamFormation:
         """Newcomers in the order of their requests, with the place in the data at which each waits."""
         self._gone: dict[int, str] = {}
         """Members that have left, or that others have declared lost, with the reason."""
+        self.short = False
+        """Whether this member waits for newcomers, because the team has fewer members than the minimum."""
+        self._must_leave: dict[int, str] = {}
+        """Members that the launcher has asked to leave, with the reason."""
 
     # Newcomers.
 
@@ -108,14 +113,19 @@ class TeamFormation:
         self.log.append(WAITING, member=self.member, place=place)
 
     def await_admission(
-        self, after: int = 0, gave_up: Callable[[], bool] = lambda: False, soon: Callable[[], bool] = lambda: False
+        self,
+        after: int = 0,
+        gave_up: Callable[[], bool] = lambda: False,
+        soon: Callable[[], bool] = lambda: False,
+        timeout_s: float | None = None,
     ) -> Team | None:
         """Wait until a team after the generation `after` contains this newcomer.
 
         `gave_up` is asked again and again; None is returned if it says that the others have passed the place. `soon`
         says whether the admission is expected within a few steps: the store is then asked more often.
         """
-        for _ in self._poll(soon):
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        for _ in self._poll(soon, timeout_s):
             passed = gave_up()
             team = self.latest()  # after the question: the team may have been formed at that place
             if team is not None and team.generation > after and self.member in team.members:
@@ -126,7 +136,7 @@ class TeamFormation:
             if team is not None and all(member in self._gone for member in team.members):
                 raise WorldError(f"the job has ended: members {list(team.members)} of its last team have left")
         raise WorldError(
-            f"member {self.member} was not admitted within {self._timeout_s:.3g} s: the team may be complete "
+            f"member {self.member} was not admitted within {timeout_s:.3g} s: the team may be complete "
             f"(at most {self._maximum} workers), or the job does not read its data by run.shard() or run.steps()"
         )
 
@@ -150,6 +160,16 @@ class TeamFormation:
         return tuple(self._newcomers(team, self._absent(), place)[: max(0, self._maximum - len(team.members))])
 
     # Members.
+
+    def must_leave(self, team: Team) -> dict[int, str]:
+        """The members of the team that the launcher has asked to leave, with the reason. It asks the store."""
+        self._read_log()
+        return {member: why for member, why in self._must_leave.items() if member in team.members}
+
+    @property
+    def leave_request(self) -> str:
+        """Why the launcher has asked this member to leave, as far as the log was read; empty if it has not."""
+        return self._must_leave.get(self.member, "")
 
     def leave(self, reason: str) -> None:
         """Announce that this member leaves by itself: the others do not wait for it."""
@@ -198,6 +218,7 @@ class TeamFormation:
             present = tuple(member for member in before.members if member not in absent)
             team = Team(generation, present, {member: arrived[member] for member in present})
             proposal = self._with_newcomers(team, absent, place, only)
+            self.short = proposal is None
             if proposal is not None:
                 self._propose(proposal)
         return self._give_up(before, arrival, place, only, missing)
@@ -289,16 +310,18 @@ class TeamFormation:
             if entry.kind == WAITING:
                 name, epoch = entry.fields["place"]
                 self._waiting[member] = (str(name), int(epoch))
+            elif entry.kind == LEAVE:
+                self._must_leave[member] = str(entry.fields.get("reason", ""))
             elif entry.kind in (LOST, LEFT):
                 self._gone[member] = str(entry.fields.get("reason", ""))
 
-    def _poll(self, soon: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def _poll(self, soon: Callable[[], bool] = lambda: False, timeout_s: float | None = None) -> Iterator[None]:
         """Yields again and again, with growing pauses, until the pauses add up to the timeout. `soon`: short pauses.
 
         The clock is not asked: this process may have been suspended, and the others were not slow.
         """
         paused, pause = 0.0, MIN_POLL_S
-        while paused < self._timeout_s:
+        while paused < (self._timeout_s if timeout_s is None else timeout_s):
             yield
             pause = MIN_POLL_S if soon() else pause
             self._runtime.sleep(pause)

@@ -13,6 +13,7 @@ from pathlib import Path
 from syncline.errors import WorldError
 
 __all__ = [
+    "LEFT_CODE",
     "SAVES",
     "Environment",
     "Rendezvous",
@@ -24,6 +25,8 @@ __all__ = [
     "restore",
 ]
 
+LEFT_CODE = 128 + 15
+"""The exit code of a worker that has left an elastic job politely. The launcher does not start it again."""
 SAVES = "SYNCLINE_SAVES"
 """Set by the launcher if ranks save and end on Ctrl-C and SIGTERM; servers and the evaluator then end after them."""
 

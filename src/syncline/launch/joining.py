@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncline.environment.base import check_versions, package_version
+from syncline.environment.base import LEFT_CODE, check_versions, package_version
 from syncline.errors import IncompatibleError, WorldError
 from syncline.launch.elastic import draw_member, open_control_log, started_members
 from syncline.launch.job_folder import (
@@ -131,12 +131,15 @@ class JoiningRank(FixedRanks):
     def record_exit(self, ended: ProcessExit) -> None:
         self._ended = ended
 
+    def has_left(self, ended: ProcessExit) -> bool:
+        return ended.code == LEFT_CODE
+
     def record_end(self, events: ProcessEvents, failure: ProcessExit | None) -> None:
         """Write how the rank has ended, for the supervisor and for the other ranks."""
         ended = failure or self._ended
         if ended is None or not answers(self._job):
             return
-        left = self._job.saves and ended.code == STOPPED
+        left = ended.code == LEFT_CODE or (self._job.saves and ended.code == STOPPED)
         if ended.failed and failure is None and not left:  # ended by a signal to this command
             events.post_dead(ended)
         reason = ended.reason() if ended.failed else "it ended well"

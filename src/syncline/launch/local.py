@@ -59,13 +59,14 @@ class _Process:
 class LocalProcesses:
     """The programs on this machine. Each runs in its own session; when it ends, its child processes are killed."""
 
-    def __init__(self, programs: Sequence[Program], output: OutputForwarder) -> None:
+    def __init__(self, programs: Sequence[Program], output: OutputForwarder, hosts: Sequence[str] = ()) -> None:
+        """`hosts` names more hosts than those of the programs, for which programs may be added."""
         self._programs = programs
         self._output = output
         self._running: list[_Process] = []
         self._cleanup: CleanupProcess | None = None
         self._folder = ""
-        self._hosts = {program.host for program in programs}
+        self._hosts = {*hosts, *(program.host for program in programs)}
 
     def start(self, give_up: Callable[[], bool] = lambda: False) -> None:
         self._folder = tempfile.mkdtemp(prefix="syncline-run-")

@@ -3,8 +3,11 @@
 ```text
           ┌──ends well──► done          ┌──after 1 s, 2 s, 4 s …, as a new member──► running
 running ──┼──leaves on a signal──► left │
-          └──fails──────────────────────┴──was started again too often──► lost
+          ├──fails──────────────────────┴──was started again too often──► lost
+          └──its host is removed──► leaving ──ends, or is killed──► left
 ```
+
+With a `HostDiscovery` the hosts change while the job runs: new ones get ranks.
 
 When a rank has ended well, the job is about to end, and no rank is started again.
 """
@@ -15,15 +18,17 @@ import signal
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from syncline.environment.base import LEFT_CODE
 from syncline.errors import WorldError
+from syncline.launch.discovery import HostDiscovery
 from syncline.launch.elastic import MEMBERS_KEY, ElasticOptions, bounded, draw_member, open_control_log
 from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import ErrorReport, Processes, ProcessExit, format_names
-from syncline.launch.programs import LOCALHOST, Program, newcomer_program
+from syncline.launch.programs import LOCALHOST, Host, Program, newcomer_program
 
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """Seconds before the first restart of a rank, twice as many before each further one, and at most."""
@@ -49,6 +54,10 @@ class FixedRanks:
 
     def record_exit(self, ended: ProcessExit) -> None:
         """A rank has ended and has not failed."""
+
+    def has_left(self, ended: ProcessExit) -> bool:
+        """Whether a rank has left the job politely: it has not failed, and the job goes on."""
+        return False
 
     def record_failure(self, ended: ProcessExit) -> str:
         """A rank has failed. Returns what happens next, for a message; empty if nothing does."""
@@ -79,6 +88,19 @@ class FixedRanks:
         return ""
 
 
+@dataclass(frozen=True)
+class ChangingHosts:
+    """The hosts of a job that change while it runs."""
+
+    discovery: HostDiscovery
+    make_program: Callable[[str, int], Program]
+    """The program of a rank on a host, by its name, with a local rank."""
+    shortage_timeout_s: float
+    """Seconds with fewer ranks than the minimum after which the job ends."""
+    leave_timeout_s: float
+    """Seconds after which a rank is killed that was asked to leave."""
+
+
 @dataclass(eq=False)
 class _Slot:
     """The place of one of the first ranks, and the rank that is there now."""
@@ -86,7 +108,7 @@ class _Slot:
     program: Program
     """The first rank's program. The next ranks there differ from it by their member number."""
     member: int
-    state: Literal["running", "waiting", "done", "left", "lost"] = "running"
+    state: Literal["running", "waiting", "done", "leaving", "left", "lost"] = "running"
     restarts: int = 0
     delay_s: float = 0.0
     """The delay before the latest restart."""
@@ -106,8 +128,14 @@ class ElasticRanks(FixedRanks):
         events: ProcessEvents,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        hosts: ChangingHosts | None = None,
     ) -> None:
+        """`hosts`: the hosts of the job change while it runs."""
         self._limits = limits
+        self._hosts = hosts
+        self._hosts_seen: tuple[Host, ...] | None = None
+        self._hosts_problem = ""
+        self._short_since: float | None = None
         self._say = say
         self._clock = clock
         self._store = bounded(events.store, OWN_STORE_TIMEOUT_S)
@@ -125,7 +153,7 @@ class ElasticRanks(FixedRanks):
         """By host: when ranks have failed there."""
         self._excluded: set[str] = set()
         self._lost = self._restarted = 0
-        ranks = len(self._slots)
+        self._first = ranks = len(self._slots)
         self._store.add(MEMBERS_KEY, ranks)
         self._log.append("job", ranks=ranks, minimum=limits.minimum, maximum=limits.maximum, target=ranks)
 
@@ -140,11 +168,16 @@ class ElasticRanks(FixedRanks):
         name = socket.gethostname() if host == LOCALHOST else host
         self._log.append("started", member=slot.member, host=name, pid=pid)
 
+    def has_left(self, ended: ProcessExit) -> bool:
+        slot = self._slot_of(ended)
+        return slot is not None and (ended.code == LEFT_CODE or slot.state == "leaving")
+
     def record_exit(self, ended: ProcessExit) -> None:
         slot = self._slot_of(ended)
         if slot is not None:
-            slot.state = "left" if ended.failed else "done"
-            reason = ended.reason() if ended.failed else "it ended well"
+            left = self.has_left(ended)
+            slot.state = "left" if ended.failed or left else "done"
+            reason = "it has left" if left else ended.reason() if ended.failed else "it ended well"
             self._log.append("ended", member=slot.member, code=ended.code, reason=reason)
 
     def record_failure(self, ended: ProcessExit) -> str:
@@ -156,7 +189,9 @@ class ElasticRanks(FixedRanks):
             return ""
         now = self._clock()
         self._failures[slot.program.host].append(now)
-        if self._finishing or slot.restarts >= self._limits.restarts:
+        if self._fails_often(slot.program.host) and self._other_hosts(slot.program.host):
+            self._exclude(slot.program.host)
+        if self._finishing or slot.restarts >= self._limits.restarts or self._is_left_out(slot):
             slot.state = "lost"
             times = "once" if slot.restarts == 1 else f"{slot.restarts} times"
             return f"it was started again {times} already, and the others go on" if slot.restarts else ""
@@ -166,8 +201,17 @@ class ElasticRanks(FixedRanks):
         slot.state, slot.due = "waiting", now + slot.delay_s
         return f"it is started again in {slot.delay_s:.0f} s (restart {slot.restarts} of {self._limits.restarts})"
 
+    def _is_left_out(self, slot: _Slot) -> bool:
+        """With changing hosts: whether the slot's host fails often. Otherwise another host may have a free place."""
+        return self._hosts is not None and slot.program.host in self._excluded
+
+    def _other_hosts(self, host: str) -> bool:
+        """Whether the script has named other hosts, which do not fail often."""
+        return any(other.name != host and not self._fails_often(other.name) for other in self._hosts_seen or ())
+
     def _slot_of(self, ended: ProcessExit) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.member == ended.rank and slot.state == "running"), None)
+        running = (slot for slot in self._slots if slot.state in ("running", "leaving"))
+        return next((slot for slot in running if slot.member == ended.rank), None)
 
     @property
     def _finishing(self) -> bool:
@@ -179,10 +223,12 @@ class ElasticRanks(FixedRanks):
         if now - self._log_read >= READ_LOG_EVERY_S:
             self._log_read = now
             self._read_log()
+        if self._hosts is not None and not self._finishing:
+            self._follow_hosts(self._hosts, processes, now)
         due = [slot for slot in self._slots if slot.state == "waiting" and now >= slot.due and not self._finishing]
         started = 0
         for slot in due:
-            running = sum(one.state == "running" for one in self._slots) + len(self._joined)
+            running = sum(one.state in ("running", "leaving") for one in self._slots) + len(self._joined)
             if running < self._limits.maximum:
                 started += self._restart(slot, processes, give_up)
         return started
@@ -192,7 +238,9 @@ class ElasticRanks(FixedRanks):
         replaced, slot.member = slot.member, draw_member(self._store)
         self._own.add(slot.member)
         program = newcomer_program(slot.program, slot.member)
-        self._log.append("restart", member=slot.member, replaces=replaced, after_s=slot.delay_s, attempt=slot.restarts)
+        if replaced >= 0:
+            fields = {"replaces": replaced, "after_s": slot.delay_s, "attempt": slot.restarts}
+            self._log.append("restart", member=slot.member, **fields)
         slot.state, slot.started = "running", self._clock()
         try:
             if not processes.add(program, give_up):
@@ -202,7 +250,7 @@ class ElasticRanks(FixedRanks):
             failed = ProcessExit(name=program.name, rank=program.rank, code=1, report=ErrorReport(summary=str(error)))
             self._say(f"{error}; {self.record_failure(failed) or 'the others go on'}")
             return False
-        self._restarted += 1
+        self._restarted += replaced >= 0
         self._log_start(slot, processes.pids().get(program.name))
         return True
 
@@ -213,6 +261,9 @@ class ElasticRanks(FixedRanks):
         if not free or not self._fails_often(host):
             return
         slot.program, free[0].program = free[0].program, slot.program
+        self._exclude(host)
+
+    def _exclude(self, host: str) -> None:
         if host not in self._excluded:
             self._excluded.add(host)
             reason = f"{HOST_FAILURES} ranks failed there within {HOST_FAILURES_WITHIN_S / 60:.0f} minutes"
@@ -222,6 +273,52 @@ class ElasticRanks(FixedRanks):
     def _fails_often(self, host: str) -> bool:
         since = self._clock() - HOST_FAILURES_WITHIN_S
         return sum(when >= since for when in self._failures[host]) >= HOST_FAILURES
+
+    # Hosts that change.
+
+    def _follow_hosts(self, hosts: ChangingHosts, processes: Processes, now: float) -> None:
+        """Add slots for new hosts, ask the ranks of removed ones to leave, and kill those that do not."""
+        found = hosts.discovery.poll()
+        if hosts.discovery.problem != self._hosts_problem:
+            self._hosts_problem = hosts.discovery.problem
+            if self._hosts_problem:
+                self._say(f"the hosts could not be asked for: {self._hosts_problem}; they stay as they are")
+        if found is not None and found != self._hosts_seen:
+            self._hosts_seen = found
+            self._change_slots(hosts, {host.name: host.slots for host in found}, now)
+        for slot in self._slots:
+            if slot.state == "leaving" and now >= slot.due:
+                slot.due = now + hosts.leave_timeout_s
+                self._say(f"rank {slot.member} has not left within {hosts.leave_timeout_s:.0f} s, and is killed")
+                processes.kill(f"rank {slot.member}")
+
+    def _change_slots(self, hosts: ChangingHosts, wanted: Mapping[str, int], now: float) -> None:
+        present: dict[str, list[_Slot]] = {name: [] for name in wanted}
+        for slot in self._slots:
+            if slot.state not in ("left", "leaving"):
+                present.setdefault(slot.program.host, []).append(slot)
+        for name, slots in present.items():
+            count = wanted.get(name, 0)
+            for slot in slots[count:]:
+                self._remove(slot, hosts, now)
+            new = 0 if name in self._excluded else count - len(slots)
+            taken = {int(slot.program.variables["LOCAL_RANK"]) for slot in slots}
+            for local in [number for number in range(count) if number not in taken][: max(0, new)]:
+                self._slots.append(_Slot(hosts.make_program(name, local), member=-1, state="waiting", due=now))
+            if new > 0:
+                self._log.append("hosts", host=name, slots=count)
+                self._say(f"host {name} has {count} slot{'s' * (count > 1)}")
+
+    def _remove(self, slot: _Slot, hosts: ChangingHosts, now: float) -> None:
+        if slot.state != "running":
+            slot.state = "left"
+            return
+        reason = f"host {slot.program.host} is not available any more"
+        slot.state, slot.due = "leaving", now + hosts.leave_timeout_s
+        self._log.append("leave", member=slot.member, reason=reason)
+        self._say(f"rank {slot.member} is asked to leave: {reason}")
+
+    # The job.
 
     def _read_log(self) -> None:
         """Learn which team has formed, which ranks have joined, and which of these have ended."""
@@ -268,12 +365,17 @@ class ElasticRanks(FixedRanks):
         return now - self._waiting_since < JOINED_TIMEOUT_S
 
     def shortage(self) -> str | None:
-        present = sum(slot.state in ("running", "waiting", "done") for slot in self._slots)
+        present = sum(slot.state in ("running", "waiting", "leaving", "done") for slot in self._slots)
         left = present + len(self._joined) + self._joined_done
         if left >= self._limits.minimum:
+            self._short_since = None
             return None
+        if self._hosts is not None and left:  # the script may name more hosts
+            self._short_since = self._clock() if self._short_since is None else self._short_since
+            if self._clock() - self._short_since < self._hosts.shortage_timeout_s:
+                return None
         return (
-            f"{left} rank{'s are' if left != 1 else ' is'} left of {len(self._slots)}, and the job needs at least "
+            f"{left} rank{'s are' if left != 1 else ' is'} left of {self._first}, and the job needs at least "
             f"{self._limits.minimum}: it ends"
         )
 

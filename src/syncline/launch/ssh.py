@@ -172,6 +172,18 @@ def address_towards(hosts: Sequence[Host]) -> str:
         ) from error
 
 
+def outward_address(hosts: Sequence[Host]) -> str:
+    """The address of this machine for hosts that may appear later; the loopback address if it has no other."""
+    if any(host.name != LOCALHOST for host in hosts):
+        return address_towards(hosts)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # UDP: nothing is sent, the kernel only chooses the route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
 def resolve_alias(name: str) -> str:
     """The host name behind an alias of the ssh configuration."""
     try:
@@ -208,8 +220,12 @@ class RemoteProcesses:
         *,
         elastic: bool = False,
     ) -> None:
-        """With `elastic`, the agents stay when their programs have ended: more may be added."""
+        """With `elastic`, the agents stay when their programs have ended: more may be added, on other hosts too.
+
+        A host that cannot be reached is then a failure of its programs, and not of the run.
+        """
         self._elastic = elastic
+        self._next_number = max((share.number for share in shares), default=-1) + 1
         self._links = [(share, AgentConnection(share.host)) for share in shares]
         self._address = address
         self._port = port
@@ -219,24 +235,35 @@ class RemoteProcesses:
 
     def start(self, give_up: Callable[[], bool]) -> None:
         for share, link in self._links:
-            share.running = {program.name: program for program in share.programs}
-            link.start(
-                {
-                    "host": share.number,
-                    "address": self._address,
-                    "port": self._port,
-                    "programs": [program.to_json() for program in share.programs],
-                    "elastic": self._elastic,
-                }
-            )
+            self._start_agent(share, link)
+
+    def _start_agent(self, share: HostPrograms, link: AgentConnection) -> None:
+        share.running = {program.name: program for program in share.programs}
+        link.start(
+            {
+                "host": share.number,
+                "address": self._address,
+                "port": self._port,
+                "programs": [program.to_json() for program in share.programs],
+                "elastic": self._elastic,
+            }
+        )
 
     def add(self, program: Program, give_up: Callable[[], bool]) -> bool:
         for share, link in self._links:
-            if share.host.name == program.host:
+            if share.host.name == program.host and link.code() is None:
                 share.running[program.name] = program
                 link.send({"program": program.to_json()})
                 return True
-        return False
+        if not self._elastic or program.host == LOCALHOST:
+            return False
+        # A new host, or one whose agent has ended: it may have been started again.
+        share = HostPrograms(self._next_number, Host(program.host, 1), [program])
+        self._next_number += 1
+        link = AgentConnection(share.host)
+        self._links.append((share, link))
+        self._start_agent(share, link)
+        return True
 
     def poll(self) -> list[ProcessExit]:
         # The exit codes first, the store after them: an agent posts its events before it ends.
@@ -246,15 +273,34 @@ class RemoteProcesses:
             if not link.ready and self._events.is_ready(share.number):
                 link.forward_errors(self._output)
             if not link.ready:
-                link.check_start(code, f"{self._address}:{self._port}")
+                try:
+                    link.check_start(code, f"{self._address}:{self._port}")
+                except WorldError as error:
+                    if not self._elastic:
+                        raise
+                    found += self._fail_all(share, code or 1, str(error))
+                    link.request_end()
             elif code is not None and share.running:
-                summary = f"host {share.host.name} is lost: ssh ended with exit code {code}{link.last_error()}"
-                found += [
-                    ProcessExit(name=one.name, rank=one.rank, code=code or 1, report=ErrorReport(summary=summary))
-                    for one in share.running.values()
-                ]
-                share.running.clear()
+                why = f"host {share.host.name} is lost: ssh ended with exit code {code}{link.last_error()}"
+                found += self._fail_all(share, code or 1, why)
+        if self._elastic:
+            self._close_ended()
         return found
+
+    @staticmethod
+    def _fail_all(share: HostPrograms, code: int, summary: str) -> list[ProcessExit]:
+        """All programs of a host count as failed."""
+        programs = list(share.running.values())
+        share.running.clear()
+        report = ErrorReport(summary=summary)
+        return [ProcessExit(name=one.name, rank=one.rank, code=code, report=report) for one in programs]
+
+    def _close_ended(self) -> None:
+        """Forget the connections that have ended and have no programs."""
+        for share, link in list(self._links):
+            if link.code() is not None and not share.running:
+                link.close()
+                self._links.remove((share, link))
 
     def _remove(self, ended: ProcessExit) -> bool:
         return any(share.running.pop(ended.name, None) is not None for share, _ in self._links)

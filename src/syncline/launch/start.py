@@ -16,6 +16,7 @@ from syncline.environment.base import SAVES
 from syncline.environment.lost_after import LOST_AFTER_VARIABLE, lost_after, read_lost_after
 from syncline.errors import SpecError, UnsupportedError
 from syncline.launch.cleanup_process import clean_up_after_mpiexec
+from syncline.launch.discovery import HostDiscovery
 from syncline.launch.elastic import LOST_AFTER_S, ElasticOptions, elastic_variables
 from syncline.launch.job_folder import RUN_ID_KEY, RUN_ID_VARIABLE, JobRecord, write_end, write_job
 from syncline.launch.lab import Lab, LabHost
@@ -41,9 +42,9 @@ from syncline.launch.programs import (
     server_programs,
     thread_variables,
 )
-from syncline.launch.restarts import ElasticRanks
+from syncline.launch.restarts import ChangingHosts, ElasticRanks
 from syncline.launch.server_restarts import ServerRestarts
-from syncline.launch.ssh import HostPrograms, RemoteProcesses, address_towards
+from syncline.launch.ssh import HostPrograms, RemoteProcesses, address_towards, outward_address
 from syncline.launch.supervisor import FailurePolicy, Supervisor, Tick
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ class Job:
     """Seconds without a heartbeat after which a program counts as lost, "0" for no limit; None for the default."""
     elastic: ElasticOptions | None = None
     """The limits of an elastic job, which goes on without the ranks that fail. Its policy is "continue"."""
+    discovery: HostDiscovery | None = None
+    """Says which hosts an elastic job may use, while it runs."""
+    elastic_timeout_s: float = 600.0
+    """With `discovery`: seconds that the job waits for more hosts, and that a worker has to leave."""
     folder: Path | None = None
     """The folder of an elastic job, for its `job.json`. The caller has locked it."""
 
@@ -154,30 +159,42 @@ def _local_programs(job: Job, hosts: Sequence[LaunchHost], store: TCPStore, addr
 
 def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     """Run on hosts, over ssh except on this machine; return the exit code."""
-    address = job.address or address_towards(hosts)
+    changing = job.discovery is not None
+    address = job.address or (outward_address(hosts) if changing else address_towards(hosts))
     for host in hosts:
         if host.name == LOCALHOST:
             _start_prefork(job, local_host(host.slots))
     store = serve_store(address, sum(host.slots for host in hosts))
     common = rendezvous_variables(address, store.port)
-    if any(host.name != LOCALHOST for host in hosts):
+    if changing or any(host.name != LOCALHOST for host in hosts):
         common["SYNCLINE_KEY"] = network_key()
-    launch_hosts = [
-        local_host(host.slots)
-        if host.name == LOCALHOST
-        else LaunchHost(name=host.name, slots=host.slots, variables=forwarded_variables())
-        for host in hosts
-    ]
+    launch_hosts = [_launch_host(host) for host in hosts]
     events = ProcessEvents(store)
     numbered = list(enumerate(zip(hosts, _programs(job, launch_hosts, common), strict=True)))
     here = [program for _, (host, programs) in numbered if host.name == LOCALHOST for program in programs]
     remote = [HostPrograms(number, host, programs) for number, (host, programs) in numbered if host.name != LOCALHOST]
     with _terminal_output() as output:
-        parts: list[Processes] = [LocalProcesses(here, output)] if here else []
+        parts: list[Processes] = [LocalProcesses(here, output, [LOCALHOST])] if here or changing else []
         elastic = job.elastic is not None or job.server_restarts > 0
-        parts += [RemoteProcesses(remote, address, store.port, events, output, elastic=elastic)] if remote else []
+        if remote or changing:
+            parts.append(RemoteProcesses(remote, address, store.port, events, output, elastic=elastic))
         programs = [program for _, (_, each) in numbered for program in each]
-        return _supervise(job, CombinedProcesses(parts), programs, events, launch_hosts, output)
+        follow = None if job.discovery is None else _changing_hosts(job, job.discovery, common)
+        return _supervise(job, CombinedProcesses(parts), programs, events, launch_hosts, output, follow)
+
+
+def _launch_host(host: Host) -> LaunchHost:
+    if host.name == LOCALHOST:
+        return local_host(host.slots)
+    return LaunchHost(name=host.name, slots=host.slots, variables=forwarded_variables())
+
+
+def _changing_hosts(job: Job, discovery: HostDiscovery, common: Mapping[str, str]) -> ChangingHosts:
+    def make_program(name: str, local_rank: int) -> Program:
+        [programs] = _programs(job, [_launch_host(Host(name, local_rank + 1))], common)
+        return programs[local_rank]
+
+    return ChangingHosts(discovery, make_program, job.elastic_timeout_s, job.elastic_timeout_s)
 
 
 def run_by_mpiexec(
@@ -249,13 +266,14 @@ def _supervise(
     events: ProcessEvents,
     hosts: Sequence[LaunchHost],
     output: OutputForwarder,
+    follow: ChangingHosts | None = None,
 ) -> int:
     def say(text: str) -> None:
         output.say(f"syncline: {text}")
 
     if job.announce or sys.stderr.isatty():
         say(f"starting {_describe_programs(job, hosts)}")
-    elastic = None if job.elastic is None else ElasticRanks(job.elastic, programs, events, say)
+    elastic = None if job.elastic is None else ElasticRanks(job.elastic, programs, events, say, hosts=follow)
     supervisor = _supervisor(job, processes, programs, events, hosts, say, elastic=elastic)
     if job.elastic is None or job.folder is None:
         return supervisor.run()

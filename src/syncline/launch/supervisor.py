@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Literal
 
+from syncline.environment.base import LEFT_CODE
 from syncline.environment.lost_after import LEFT
 from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import Processes, ProcessExit, ProcessState, first_failure, format_names
@@ -80,7 +81,13 @@ CHECK_EVERY_S = 1.0
 """Seconds between checks that are not urgent, and before the user sees which programs are still running."""
 SAME_SIGNAL_S = 0.2
 """A second signal within these seconds counts as the first: wrappers like `uv run` forward Ctrl-C once more."""
-FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+FORWARDED = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGTERM,  # Slurm's warning before the end of a job: #SBATCH --signal=B:USR1@60
+}
+"""The signals that end a run, and what its programs receive."""
 
 
 class Supervisor:
@@ -89,11 +96,11 @@ class Supervisor:
     ```text
     running ──a rank fails (stop)───────────┐   a rank that sends no heartbeat is killed and counts as failed
        │  ──too few ranks are left (elastic)┤
-       │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► ending ──timeout, or Ctrl-C again──► killed ──no answer──► given up
+       │  ──Ctrl-C, SIGTERM, HUP, USR1──────┤──► ending ──timeout, or Ctrl-C again──► killed ──no answer──► given up
        └──all ranks have ended (servers)────┘   an evaluator may finish first
     ```
 
-    With `saves`, each of the three signals means "save and end" to the ranks. Only the ranks receive it, as SIGINT;
+    With `saves`, each of these signals means "save and end" to the ranks. Only the ranks receive it, as SIGINT;
     servers and evaluator are ended after the ranks. Programs that must end for another reason are killed at once,
     because SIGTERM would make them save. The last ranks of an elastic job are asked to save too.
 
@@ -194,6 +201,8 @@ class Supervisor:
             self._ranks_left -= one.rank is not None
             if self._saves and one.rank is not None and one.code == STOPPED:
                 self._stopped = True
+            elif self._elastic.has_left(one):
+                self._say(f"{one.name} has left the job, and the others go on")
             elif one.failed and self._ending_since is None:
                 self._fail(one)
                 continue
@@ -285,7 +294,7 @@ class Supervisor:
 
     def _too_few_left(self) -> bool:
         """Whether fewer ranks are left than an elastic job needs. The first time, a message says so."""
-        if self._failures and self._shortage is None:
+        if self._shortage is None and (self._failures or self._elastic.survives):
             self._shortage = self._elastic.shortage()
             if self._shortage is not None:
                 self._say(self._shortage)
@@ -346,7 +355,7 @@ class Supervisor:
         if self.ended_early is not None:
             return ENDED_EARLY
         if not self._failures:
-            return STOPPED if self._stopped else 0
+            return LEFT_CODE if self._shortage is not None else STOPPED if self._stopped else 0
         failures = list(self._failures.values())
         if self._elastic.survives:
             return self._conclude_elastic(failures)

@@ -142,7 +142,11 @@ class GradientReducer:
         self._handles_seen = RemovableHandle.next_id
         communicator.group.transport.monitor.set_undelivered(self._missing_text)
         if self._hooks:  # now, while there are no activations in memory
-            self._lay_out_anew()
+            try:
+                self._lay_out_anew()
+            except BaseException:  # a rank is lost
+                self.close()
+                raise
 
     def close(self) -> None:
         """Remove the hooks. Gradients stay as they are."""

@@ -573,7 +573,7 @@ class StrategyRun(Run):
             return False
         due = self.catch_up(missed)
         if not self.has_untrained_batches:  # a newcomer starts from weights that all have
-            if elastic.expects_newcomers:
+            if elastic.changes_team:
                 self.complete_in_flight()
             elastic.between_steps(self.world)
         return due
@@ -597,6 +597,8 @@ class StrategyRun(Run):
         elastic = self.world.elastic
         if elastic is None:
             return
+        if elastic.manual:
+            raise IncompatibleError("an elastic job trains by sl.distribute or by Horovod's API, not by both")
         if self.elastic_refusal and (elastic.joining or not self.asynchronous):
             raise IncompatibleError(self.elastic_refusal)
         if not elastic.joining:

@@ -18,6 +18,7 @@ from syncline.errors import IncompatibleError, SpecError, warn_deprecated
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
 from syncline.strategies import Run, RunSettings, Strategy, build_strategy
 from syncline.strategies.model_watch import refuse_wrapped, refuse_wrapper_around
+from syncline.training.signals import leave_on_signals
 from syncline.world import World, current_world
 
 __all__ = ["distribute", "momentum_of"]
@@ -100,6 +101,7 @@ def distribute(
     if coder is not None:
         check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
         built.check_codec(coder)
+    _prepare_elastic(world, model, optimizers, built, coder)
     communicator = Communicator(world, algorithm, coder)
     check_same(communicator, "models", _describe_model(model))
     for each in optimizers:
@@ -117,6 +119,18 @@ def distribute(
         raise
     world.runs.append(run)
     return run
+
+
+def _prepare_elastic(
+    world: World, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, codec: Codec | None
+) -> None:
+    """In an elastic job: refuse a newcomer that differs from the others, and let this worker leave on SIGTERM."""
+    if world.elastic is None:
+        return
+    kinds = ", ".join(type(each).__name__ for each in optimizers)  # rates may depend on the number of workers
+    chosen = {"the strategy": repr(strategy), "the codec": repr(codec), "the optimizer": kinds}
+    world.elastic.compare_run(world, {**chosen, **_describe_model(model)})
+    leave_on_signals(world)
 
 
 def _check_model(model: nn.Module, world: World) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from types import FrameType
 
-__all__ = ["INTERRUPTED_EXIT_CODE", "StopSignals"]
+from syncline.environment.base import LEFT_CODE
+from syncline.world import World
+
+__all__ = ["INTERRUPTED_EXIT_CODE", "StopSignals", "leave_on_signals"]
+
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What batch systems send before they end a process: SIGTERM, or with Slurm's `--signal=USR1@60` SIGUSR1."""
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
@@ -18,8 +25,8 @@ SAME_CTRL_C_S = 0.5
 class StopSignals:
     """Calling it returns whether the run must stop after the current step. A second Ctrl-C raises at once.
 
-    With `terminated`, SIGTERM also stops the run after a step, and may come several times: batch systems send it to
-    every process.
+    With `terminated`, SIGTERM and SIGUSR1 also stop the run after a step, and may come several times: batch systems
+    send them to every process.
     """
 
     def __init__(self, terminated: bool = False) -> None:
@@ -27,7 +34,8 @@ class StopSignals:
         self._terminated = False
         signal.signal(signal.SIGINT, self._on_sigint)
         if terminated:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            for number in PREEMPTION_SIGNALS:
+                signal.signal(number, self._on_sigterm)
 
     def __call__(self) -> bool:
         return self._terminated or self._first is not None
@@ -40,3 +48,24 @@ class StopSignals:
         if self._first is not None and now - self._first > SAME_CTRL_C_S:
             raise KeyboardInterrupt
         self._first = now if self._first is None else self._first
+
+
+def leave_on_signals(world: World) -> None:
+    """In an elastic job: the first SIGTERM or SIGUSR1 makes this worker leave after a step, the second ends it at once.
+
+    Handlers of the script stay. Without a main thread that can handle signals nothing changes.
+    """
+    elastic = world.elastic
+    if elastic is None or world.transport.timing.virtual:
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        elastic.leave_reason = f"it received {signal.Signals(number).name}"
+        if elastic.joining or elastic.formation.short:  # no step follows
+            raise SystemExit(LEFT_CODE)
+
+    for number in PREEMPTION_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # another thread than the main one
+                signal.signal(number, leave)

@@ -23,7 +23,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from syncline.control import Arrival, Team, TeamFormation
-from syncline.errors import PeerLostError, ProtocolError, SpecError, SynclineError, UnsupportedError, WorldError
+from syncline.environment.base import LEFT_CODE
+from syncline.errors import (
+    IncompatibleError,
+    PeerLostError,
+    ProtocolError,
+    SpecError,
+    SynclineError,
+    UnsupportedError,
+    WorldError,
+)
 from syncline.state_trees import pack
 from syncline.transports import SingleTransport, TeamConnector, Transport
 from syncline.world.team_channels import (
@@ -64,12 +73,16 @@ MEMBER_VARIABLE = "SYNCLINE_MEMBER"
 JOIN_VARIABLE = "SYNCLINE_JOIN"
 """Set if this process joins a job that trains already."""
 PROGRESS_KEY = "control/progress"
+RUN_KEY = "control/run"
+"""Under it, and the number of a run, is the description of its model, optimizers, strategy and codec."""
 CHECK_EVERY_S = 0.25
 """Seconds between two checks for newcomers. A check asks the store."""
 REPORT_EVERY_S = 1.0
 """Seconds between two reports of a member's step."""
 MAX_ATTEMPTS = 100
 """Teams that are formed for one change, before the world gives up: each attempt loses a member."""
+LEAVE_REPORT = 4096
+"""What a member reports that leaves after a step: more than all reports of newcomers, and exact in float16."""
 MAX_PREPARATIONS = 16
 """How often a team connects to newcomers in the background. After that it waits until they are connected."""
 MAX_UNCHANGED_TEAMS = 3
@@ -212,6 +225,8 @@ class Elastic:
         """Whether all members know that a newcomer waits. The same on all members, between two steps."""
         self._admission_due = False
         """Whether all members are connected to the newcomers. The same on all members, between two steps."""
+        self._departure_known = False
+        """Whether all members know that one leaves after this step. The same on all members, between two steps."""
         self._preparation: Preparation | None = None
         """The connection to newcomers in the background. In members: the same on all, between two steps."""
         self._preparations = 0
@@ -225,6 +240,11 @@ class Elastic:
         self.data_changed = False
         """Whether a loss has interrupted an operation since the latest one that trains, so that batches may have been
         dealt again. The same on all members: the operation that notices the loss may be one that does not train."""
+        self.manual = False
+        """Whether the script forms each next team itself by `form_next`, as Horovod's API does. Operations are not
+        repeated, and newcomers receive no state."""
+        self.leave_reason = ""
+        """Why this member leaves after the present step; empty if it does not. A signal handler may set it."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
@@ -245,6 +265,7 @@ class Elastic:
         self._checked = -CHECK_EVERY_S
         self._reported = -REPORT_EVERY_S
         self._newcomer_seen = False
+        self._runs_made = 0
 
     # The first team.
 
@@ -268,7 +289,7 @@ class Elastic:
 
         An operation inside another one is not repeated by itself: the outer one is.
         """
-        if self._inside or self.joining:
+        if self._inside or self.joining or self.manual:
             return operation.attempt()
         if self._postponed:
             self._postponed, self.data_changed = False, True
@@ -328,14 +349,93 @@ class Elastic:
         """Whether the data changes to the present team in the next operation, because the others are one ahead."""
         return self._postponed
 
+    # Teams that the script forms itself.
+
+    def form_manually(self, place: DataPlace) -> None:
+        """From now on the script forms each next team by `form_next`. Newcomers wait at `place`."""
+        self.manual, self._place = True, place
+
+    def form_next(self, world: World, timeout_s: float) -> None:
+        """Form the next team, with the newcomers that wait, and connect it. Every member calls it.
+
+        A newcomer waits at most `timeout_s` seconds for the others. The launcher may have asked this member to leave:
+        then it leaves, and a `SystemExit` is raised.
+        """
+        if self.joining:
+            self.formation.ask_to_join(self._place or DataPlace("", 0))
+            team = self.formation.await_admission(timeout_s=timeout_s)
+            assert team is not None, "it does not give up"
+            self.team, self.operations, self.joining = team, 0, False
+            if self._connect_team(world):
+                return
+        for _ in range(MAX_ATTEMPTS):
+            self._abort(world)
+            self._leave_if_asked(world)
+            self.team = self.formation.form(self.team, Arrival(0, between_steps=True), self._place)
+            if self._connect_team(world):
+                return
+        raise WorldError(f"member {self.limits.member}: no team could be connected in {MAX_ATTEMPTS} attempts")
+
+    def _connect_team(self, world: World) -> bool:
+        try:
+            transport = self.connector.connect(self.team.members, self.team.generation)
+            world.rebind(transport, self.introduce(transport, self.team.members))
+        except (PeerLostError, ProtocolError) as error:
+            logger.info("member %d: %s; the team is formed again", self.limits.member, error)
+            return False
+        self._newcomer_seen = False
+        self._log_team(world)
+        return True
+
+    def change_wanted(self) -> tuple[bool, bool]:
+        """Whether a newcomer waits, and whether a member of the team was asked to leave. It asks the store."""
+        newcomers = self.formation.waiting(self.team, self._place)
+        return bool(newcomers), bool(self.formation.must_leave(self.team))
+
+    def _leave_if_asked(self, world: World) -> None:
+        why = self.formation.must_leave(self.team).get(self.limits.member)
+        if why is not None:
+            self._leave(world, why)
+
+    def _leave(self, world: World, why: str) -> None:
+        logger.warning("member %d leaves the job: %s", self.limits.member, why)
+        world.leave(why)
+        raise SystemExit(LEFT_CODE)
+
     # Newcomers and changes between two steps.
+
+    def compare_run(self, world: World, description: Mapping[str, str]) -> None:
+        """Refuse a newcomer whose run differs from the others', before it asks to join. Called for each new run.
+
+        Rank 0 of the first team writes the description of each run into the store.
+        """
+        number, self._runs_made = self._runs_made, self._runs_made + 1
+        key, store = f"{RUN_KEY}/{number}", self.connector.store
+        if not self.joining:
+            if world.rank == 0 and not store.check([key]):
+                store.set(key, json.dumps(description))
+            return
+        if not store.check([key]):
+            return
+        others: dict[str, str] = json.loads(store.get(key))
+        names = [name for name in {**others, **description} if others.get(name) != description.get(name)]
+        if names:
+            mine, theirs = (each.get(names[0], "missing") for each in (description, others))
+            raise IncompatibleError(
+                f"this worker cannot join: {names[0]} is {mine} here and {theirs} at the others"
+                + (f" ({len(names) - 1} more differ)" if len(names) > 1 else "")
+                + "; a worker joins with the same script"
+            )
 
     def report_newcomers(self) -> int:
         """What this member reports about newcomers in its next reduction, which sums it over the team.
 
         1 if it knows of a newcomer that waits at this place in the data, and during a preparation is connected to it.
-        It asks the store now and then. A number that makes the sum negative if it cannot be connected.
+        It asks the store now and then. A number that makes the sum negative if it cannot be connected, and
+        `LEAVE_REPORT` if this member leaves after the step.
         """
+        if self.leave_reason:
+            return LEAVE_REPORT
         preparation = self._preparation
         if preparation is not None and not (preparation.ready or preparation.failed):
             return 0
@@ -343,6 +443,7 @@ class Elastic:
         if not self._newcomer_seen and now - self._checked >= CHECK_EVERY_S:
             self._checked = now
             newcomers = self.formation.waiting(self.team, self._place)
+            self.leave_reason = self.leave_reason or self.formation.leave_request
             self._newcomer_seen = bool(newcomers) if preparation is None else preparation.serves(newcomers)
         if preparation is not None and (preparation.failed or preparation.communicators != len(self.communicators)):
             return -len(self.team.members)
@@ -350,7 +451,9 @@ class Elastic:
 
     def note_newcomers(self, reports: int) -> None:
         """The sum of the reports of all members, in the same reduction on all of them."""
-        if self._preparation is None:
+        if reports > LEAVE_REPORT // 2:
+            self._departure_known = True
+        elif self._preparation is None:
             self.newcomers_known |= reports > 0
         elif reports < 0:
             self._forget_newcomers()
@@ -387,20 +490,26 @@ class Elastic:
         self._batch_team = self._reader_team
 
     @property
-    def expects_newcomers(self) -> bool:
-        """Whether the next call of `between_steps` admits newcomers."""
+    def changes_team(self) -> bool:
+        """Whether the next call of `between_steps` admits newcomers, or a member leaves there."""
         connected = self._admission_due or self._preparations >= MAX_PREPARATIONS
-        return len(self.team.members) < self.limits.minimum or (self.newcomers_known and connected)
+        few = len(self.team.members) < self.limits.minimum
+        return few or self._departure_known or (self.newcomers_known and connected)
 
     def between_steps(self, world: World) -> None:
-        """Admit newcomers that all members know of, or wait for some if too few members are left."""
+        """Admit newcomers that all members know of, or wait for some if too few members are left.
+
+        A member that leaves does so here: its last step is complete.
+        """
         if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
             return
         if self._behind:
             self._behind = False
             self._change_data(world, self._describe_change(self.team, trained=True))
             return
-        if not self.expects_newcomers:
+        if self.leave_reason and (self._departure_known or len(self.team.members) == 1):
+            self._leave(world, self.leave_reason)
+        if not self.changes_team:
             if self.newcomers_known and self._preparation is None:
                 self._prepare()
             return
@@ -553,17 +662,20 @@ class Elastic:
                 self.data_changed |= not between_steps
                 self._change_data(world, change)
             self._send_state_to_newcomers(world, team.members.index(ahead[0]))
+        self._log_team(world)
+        return found
+
+    def _log_team(self, world: World) -> None:
         logger.log(
             logging.WARNING if world.rank == 0 else logging.INFO,
             "team %d continues with %d workers (members %s)",
-            *(team.generation, world.size, list(team.members)),
+            *(self.team.generation, world.size, list(self.team.members)),
         )
-        return found
 
     def _open_channels(self, team: Team) -> TeamChannels:
         """The channels of a team: those that all its members have prepared, or else new ones."""
         preparation, self._preparation = self._preparation, None
-        self._preparations, self._admission_due = 0, False
+        self._preparations, self._admission_due, self._departure_known = 0, False, False
         self._checked = -CHECK_EVERY_S  # a newcomer without the state may wait again
         if self._state_channel is not None:
             self._state_channel.close()  # every newcomer has the state: it would not have arrived without

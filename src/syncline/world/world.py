@@ -183,7 +183,8 @@ class World:
     def group(self, ranks: Sequence[int] | None = None) -> Group:
         """Make a group of `ranks` (all: None) with its own channel. Every rank calls it in the same order."""
         self.check_open()
-        if self.elastic is not None and ranks is not None and len(ranks) != self.size:
+        elastic = self.elastic
+        if elastic is not None and not elastic.manual and ranks is not None and len(ranks) != self.size:
             raise UnsupportedError(
                 f"world.group({list(ranks)}): a group of some workers cannot continue when the team of an elastic job "
                 "changes; leave --elastic out"
@@ -317,7 +318,7 @@ class World:
             return
         for run in list(self.runs):
             run.close()
-        if self.elastic is not None and not self.elastic.joining:
+        if self.elastic is not None and not self.elastic.joining and not self.elastic.manual:
             self.barrier()  # no worker leaves while another may need the result of its last operation
         for group in self._groups:
             group.drain()
@@ -349,6 +350,12 @@ class World:
         if self in _process_worlds:
             _process_worlds.remove(self)
             atexit.unregister(self._leave_at_exit)
+
+    def leave(self, reason: str) -> None:
+        """Leave an elastic job at once. The others continue without this worker."""
+        if self.elastic is not None:
+            self.elastic.formation.leave(reason)
+        self._leave()
 
     def elastic_leave(self) -> None:
         """Tell the other members of an elastic job that this one has ended by itself."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 import syncline as sl
-from syncline.compat.horovod.context import Sum, init, is_initialized
+from syncline.compat.horovod.context import Sum, init, is_initialized, size
 from syncline.compat.horovod.elastic import ADDED, REMOVED, ElasticSampler, ObjectState, State, TorchState, run
 from syncline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from syncline.compat.horovod.objects import allgather_object
 from syncline.compat.horovod.ops import allreduce
 from syncline.compat.horovod.optimizer import DistributedOptimizer
-from syncline.errors import SpecError
-from syncline.transports.faults import Kill
-from tests.hunting import only_hunting
+from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.testing import hunt_cases
+from syncline.transports.faults import Fault, Join, Kill
+from tests.hunting import only_hunting, seeds
 from tests.launch.runs import Runs
 
 
@@ -477,3 +480,134 @@ def test_killed_process_is_not_replaced(runs: Runs) -> None:
         assert runs.read(f"left{rank}").startswith("4 "), done.describe()
     assert "rank 2 is gone (" in done.err
     assert "save checkpoints to files besides commits" in done.err
+
+
+# Elastic jobs: the number of workers changes.
+
+EPOCHS, SAMPLES = 4, 24
+
+
+def train_elastic(world: sl.World) -> tuple[int, list[int], list[float], list[int]]:
+    """Steps since the start, the sizes after each reset, the weights, and the samples of each epoch."""
+    init()
+    model, plain = model_of(world)
+    optimizer = DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    sampler = ElasticSampler(range(SAMPLES))
+    state = TorchState(model=model, optimizer=optimizer, sampler=sampler, batch=0, epoch=0, trained=[])
+    sizes: list[int] = []
+    state.register_reset_callbacks([lambda: sizes.append(size())])
+
+    @run
+    def train(state: TorchState) -> int:
+        while state.epoch < EPOCHS:
+            for number, index in enumerate(sampler):
+                world.compute(0.1)
+                step(model, optimizer, value=0.01 * index)
+                sampler.record_batch(number, 1)
+                state.batch += 1
+                state.trained = state.trained + allgather_object(index)
+                if state.batch % 2 == 0:
+                    state.commit()
+            assert set(state.trained) == set(range(SAMPLES)), "each sample at least once"
+            state.epoch += 1
+            state.trained = []
+            sampler.set_epoch(state.epoch)
+            state.commit()
+        return int(state.batch)
+
+    return train(state), sizes, weights(model), list(sampler)
+
+
+def survive_elastic(seed: int) -> None:
+    """Three workers, two of which may be killed; up to two join. The seed draws the moments."""
+    random = Random(seed)
+    victims = random.sample(range(3), random.randrange(3))
+    faults: list[Fault] = [Kill(victim, at=random.uniform(0.0, 4.0)) for victim in victims]
+    faults += [Join(at=random.uniform(0.0, 1.5)) for _ in range(random.randrange(3))]
+    found = sl.simulate(train_elastic, ranks=3, elastic=(1, 5), faults=faults, seed=seed, timeout=30.0).results
+    ended = [one for one in found if one is not None]
+    assert len(ended) >= 3 - len(victims)
+    assert len({(steps, tuple(weights)) for steps, _, weights, _ in ended}) == 1, "the same on all workers"
+
+
+@pytest.mark.hunt
+def test_survivors_restore_and_newcomers_get_the_state() -> None:
+    hunt_cases(survive_elastic, seeds(8, 1000), "tests.compat.horovod.test_elastic.survive_elastic({seed})")
+
+
+def test_a_newcomer_enters_at_a_commit_and_nothing_is_repeated() -> None:
+    found = sl.simulate(train_elastic, ranks=2, elastic=(1, 3), faults=[Join(at=1.0)]).results
+    assert [sizes for _, sizes, _, _ in found] == [[3], [3], []]
+    assert len({tuple(weights) for _, _, weights, _ in found}) == 1
+
+
+def test_elastic_job_refuses_two_ways_of_training() -> None:
+    def both(world: sl.World, first: bool) -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if first:
+            init()
+        sl.distribute(model, optimizer)
+        init()
+
+    text = r"by sl\.distribute or by Horovod's API, not by both"
+    with pytest.raises(IncompatibleError, match=text):
+        sl.simulate(lambda world: both(world, True), ranks=2, elastic=(1, 2))
+    with pytest.raises(UnsupportedError, match=text):
+        sl.simulate(lambda world: both(world, False), ranks=2, elastic=(1, 2))
+
+
+CHANGING = """
+import signal, torch
+import syncline.compat.horovod.torch as hvd
+
+member = int(os.environ["SYNCLINE_MEMBER"])
+hvd.init()
+torch.manual_seed(member)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0, ended=False)
+
+@hvd.elastic.run
+def train(state):
+    post(f"in{member}of{hvd.size()}", state.batch)
+    while not state.ended:
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state.batch += 1
+        if member == 1 and state.batch == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.batch % 4 == 0:
+            state.ended = bool(hvd.broadcast_object((here / "go").exists()))
+            state.commit()
+
+train(state)
+post(f"done{member}", [float(w) for p in model.parameters() for w in p.detach().flatten()])
+hvd.shutdown()
+"""
+
+
+def test_horovodrun_follows_the_hosts_of_a_script(runs: Runs) -> None:
+    discover = runs.folder / "hosts.sh"
+    discover.write_text(f"#!/bin/sh\ncat {runs.folder}/hosts\n")
+    discover.chmod(0o755)
+    hosts = runs.folder / "hosts"
+    hosts.write_text("localhost:2\n")
+    options = ("-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(discover))
+    job = runs.start("horovodrun", *options, "python", runs.script(CHANGING))
+    assert runs.read("in0of2") == "0"
+    assert runs.read("in0of1") == "4", "the survivor is back at its last commit"
+    assert int(runs.read("in2of2")) % 4 == 0, "the restarted worker has the state of a commit"
+    hosts.write_text("localhost:3\n")
+    runs.read("in3of3")
+    (runs.folder / "in0of2").unlink()
+    hosts.write_text("localhost:2\n")
+    runs.read("in0of2")
+    runs.post("go")
+    assert job.finish().code == 0, job.describe()
+    assert runs.read("done0") == runs.read("done2"), job.describe()
+    assert not (runs.folder / "done3").exists()
+    assert "rank 3 has left the job, and the others go on" in job.err
+    runs.assert_nothing_left()

@@ -20,8 +20,15 @@ from syncline.compat.horovod.messages import OperationPlan, OperationRequest
 from syncline.compat.horovod.pending import CollectiveCounter, PendingOperation
 from syncline.compat.horovod.settings import LEVELS, HorovodSettings, read, without_effect
 from syncline.compat.horovod.timeline import Timeline, TimelineObserver
-from syncline.errors import IncompatibleError, SynclineError, UnsupportedError, WorldError
-from syncline.world import Group, World, broadcast, current_world
+from syncline.errors import (
+    IncompatibleError,
+    PeerLostError,
+    ProtocolError,
+    SynclineError,
+    UnsupportedError,
+    WorldError,
+)
+from syncline.world import DataPlace, Group, World, broadcast, current_world
 from syncline.world import init as init_world
 
 if TYPE_CHECKING:
@@ -137,6 +144,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 logger = logging.getLogger("syncline")
 
 DYNAMIC = "dynamic"
+PLACE = DataPlace("horovod", 0)
+"""Where new workers of an elastic job wait: at the next reset of the others."""
 UNUSED = "is not usable: name it in hvd.init(process_sets=[…]), or call hvd.add_process_set on every rank"
 
 
@@ -337,12 +346,10 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         world, owns = current_world(), False
     except WorldError:
         world, owns = init_world(), True
-    if world.elastic is not None:
-        if owns:
-            world.close()
+    if world.elastic is not None and world.runs:
         raise UnsupportedError(
-            "Horovod's API needs a fixed number of workers: leave --elastic out, or train by sl.distribute, which "
-            "continues when workers are lost"
+            "an elastic job trains by sl.distribute or by Horovod's API, not by both: they treat lost workers "
+            "differently"
         )
     _check_comm(comm, world)
     if os.environ.get("HOROVOD_LOG_LEVEL"):
@@ -350,13 +357,46 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     idle = without_effect(os.environ)
     if idle and world.rank == 0:
         logger.warning("these variables of Horovod have no effect here: %s", ", ".join(idle))
-    made = HorovodContext(world, settings, owns)
-    slot = _context_slot()
-    assert slot is not None, "there is a world"
-    slot.context = made
+    made = _open_context(world, settings, owns)
     for process_set in static:
         made.check_new_set(process_set)
         made.create_set(process_set)
+
+
+def _open_context(world: World, settings: HorovodSettings, owns: bool, form: bool = False) -> HorovodContext:
+    """Make the context of this world. In an elastic job a newcomer waits until the others admit it.
+
+    `form`: the members of an elastic job form the next team first.
+    """
+    slot = _context_slot()
+    assert slot is not None, "there is a world"
+    elastic = world.elastic
+    if elastic is not None:
+        elastic.form_manually(PLACE)
+        form = form or elastic.joining
+    while True:
+        if elastic is not None and form:
+            elastic.form_next(world, settings.elastic_timeout)
+        try:
+            slot.context = HorovodContext(world, settings, owns)
+            return slot.context
+        except (PeerLostError, ProtocolError) as error:  # a worker was lost meanwhile
+            if elastic is None:
+                raise
+            logger.info("rank %d: %s; the team is formed again", world.rank, error)
+            form = True
+
+
+def reset() -> None:
+    """Leave the context and open another one on all ranks. In an elastic job the survivors and newcomers form it."""
+    slot = _context_slot()
+    left = None if slot is None else slot.context
+    if slot is None or left is None or left.world.elastic is None:
+        shutdown()
+        init()
+        return
+    slot.close()
+    _open_context(left.world, left.settings, left.owns, form=True)
 
 
 def shutdown() -> None:
@@ -438,8 +478,8 @@ def local_size() -> int:
 
 def cross_rank() -> int:
     """The number of this host among the hosts that have a process with this local rank."""
-    hosts = _hosts_of(local_rank())
-    return hosts.index(context().world.hosts[rank()])
+    hosts, mine = _hosts_of(local_rank()), context().world.hosts[rank()]
+    return hosts.index(mine) if mine in hosts else 0  # in an elastic job a host may have lost a worker
 
 
 def cross_size() -> int:

@@ -1,12 +1,15 @@
-"""Horovod's elastic training: state that is committed and restored. Lost workers are not replaced.
+"""Horovod's elastic training: state that is committed and restored.
 
 ```text
 hvd.elastic.run(train)(state)
    sync ──► train(state) ──► its result
     ▲          ├─ HorovodInternalError: restore the last commit ─┐
     │          └─ HostsUpdatedInterrupt: keep the current state ─┤
-    └── reset callbacks ◄── shutdown and init on all ranks ◄─────┘   if a rank is lost, training ends
+    └── reset callbacks ◄── shutdown and init on all ranks ◄─────┘   new workers enter here, at their own init()
 ```
+
+In a job with a fixed number of workers a lost one ends the training. In an elastic job (`horovodrun --min-np`, or
+`syncline run --elastic`) the others form the next team at the reset (`Elastic.form_next`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
-from syncline.compat.horovod.context import context, init, is_initialized, shutdown
+from syncline.compat.horovod.context import context, is_initialized, reset
 from syncline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from syncline.compat.horovod.objects import (
     allgather_object,
@@ -30,7 +33,7 @@ from syncline.compat.horovod.objects import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from syncline.errors import SpecError, SynclineError
+from syncline.errors import PeerLostError, ProtocolError, SpecError, SynclineError
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -76,7 +79,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = ADDED) -> None:
-        """Record a change of hosts. Syncline never calls it, because the hosts of a run are fixed."""
+        """Record a change of hosts: workers were added, or some must leave."""
         self._messages.append((timestamp, update_res))
 
     def commit(self) -> None:
@@ -86,7 +89,13 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` on every rank if rank 0 has a record of changed hosts. All ranks call it."""
+        """Raise `HostsUpdatedInterrupt` on every rank if rank 0 has a record of changed hosts. All ranks call it.
+
+        In an elastic job rank 0 also asks whether new workers wait, and whether some must leave.
+        """
+        change = _requested_change()
+        if change:  # a number that only grows: the clock of the next rank 0 may be another
+            self.on_hosts_updated(self._updated + 1, change)
         before, latest, what = self._updated, self._updated, 0
         while self._messages:
             timestamp, update = self._messages.popleft()
@@ -147,6 +156,15 @@ class ObjectState(State):
         if self._saved:
             self._saved = self._bcast_object({name: getattr(self, name) for name in self._saved})
             self.restore()
+
+
+def _requested_change() -> int:
+    """On rank 0 of an elastic job: Horovod's bits for new workers that wait and for workers that must leave."""
+    world = context().world if is_initialized() else None
+    if world is None or world.elastic is None or world.rank != 0:
+        return 0
+    added, removed = world.elastic.change_wanted()
+    return ADDED * added | REMOVED * removed
 
 
 def check_name(state: State, name: str) -> None:
@@ -406,8 +424,8 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
     After a `HorovodInternalError`, the state is restored, all ranks call shutdown and init, the reset callbacks run,
     rank 0's state is broadcast, and `func` is called again. After a `HostsUpdatedInterrupt` it is the same without the
-    restore. It works while all ranks are alive. A lost worker is not replaced: then the state is that of the last
-    commit, and the error is raised.
+    restore. In an elastic job it continues with the workers that are left and with new ones. Otherwise a lost worker is
+    not replaced: then the state is that of the last commit, and the error is raised.
 
     >>> import syncline as sl, syncline.compat.horovod.torch as hvd
     >>> def main(world):
@@ -428,14 +446,18 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        skip_sync = False
+        interrupted = skip_sync = False
         failures = commits = 0
         while True:
             try:
+                if interrupted:
+                    state.on_reset()
                 if not skip_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except HorovodInternalError as error:
+            except (HorovodInternalError, PeerLostError, ProtocolError) as error:
+                if not isinstance(error, HorovodInternalError) and not _is_elastic():
+                    raise
                 if is_initialized():
                     context().leave(str(error))  # at once, because other ranks may wait for this one
                 state.restore()
@@ -443,18 +465,22 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 commits = state._commits
                 _check_can_continue(error, failures)
                 logger.warning("an operation failed, training continues from the last commit: %s", error)
-                _rejoin(error)
+                failures = 0 if _rejoin(error) else failures
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
                 _rejoin(interrupt)
                 skip_sync = interrupt.skip_sync
-            state.on_reset()
+            interrupted = True
 
     return wrapper  # type: ignore[return-value]  # it takes `state` by name too, as Horovod's does
 
 
-def _check_can_continue(error: HorovodInternalError, failures: int) -> None:
-    gone = _lost_ranks()
+def _is_elastic() -> bool:
+    return is_initialized() and context().world.elastic is not None
+
+
+def _check_can_continue(error: SynclineError, failures: int) -> None:
+    gone = {} if _is_elastic() else _lost_ranks()
     if gone:
         logger.error("%s; %s", "; ".join(f"rank {rank} is gone ({why})" for rank, why in gone.items()), _ADVICE)
         raise error
@@ -482,12 +508,12 @@ def _lost_ranks() -> dict[int, str]:
         world.runtime.sleep(POLL_EVERY_S)
 
 
-def _rejoin(why: Exception) -> None:
-    """Leave the world and join it again, on all ranks, within the world's timeout."""
+def _rejoin(why: Exception) -> bool:
+    """Leave the world and join it again, on all ranks, within the world's timeout. Returns whether its size changed."""
+    before = context().world.size if is_initialized() else 0
     try:
-        if is_initialized():
-            shutdown()
-        init()
+        reset()
     except SynclineError as error:
         logger.error("the ranks did not join again after %s: %s; %s", type(why).__name__, error, _ADVICE)
         raise why from error
+    return context().world.size != before

@@ -28,7 +28,9 @@ from syncline.compat.horovod.context import (
     Sum,
     context,
     global_process_set,
+    reset,
 )
+from syncline.compat.horovod.errors import HorovodInternalError
 from syncline.compat.horovod.objects import loading_in_place
 from syncline.compat.horovod.optimizer_sync import (
     AdasumSync,
@@ -39,7 +41,7 @@ from syncline.compat.horovod.optimizer_sync import (
     check_groups,
     name_parameters,
 )
-from syncline.errors import IncompatibleError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError
 from syncline.strategies import Run, Strategy
 from syncline.training.distribute import momentum_of
 
@@ -147,9 +149,9 @@ class DistributedOptimizerMixin(Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As in the optimizer itself; gradients of unfinished steps are forgotten."""
-        sync = self._current()
-        if sync is not None:
-            sync.stepped()
+        # Not the one of the current world: a state is restored before the ranks meet again.
+        if self._sync is not None:
+            self._sync.stepped()
         self._synchronized = False
         with loading_in_place(self):
             super().load_state_dict(state_dict)
@@ -252,8 +254,21 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         if named_parameters is None:  # numbers are the keys of checkpoints
             options["named"] = {f"parameter.{number}": each for number, each in enumerate(named.values())}
     made._make = lambda held: kind(held, **options)
-    made._sync = made._make(here)
+    made._sync = _attach_in_team(made._make)
     return made
+
+
+def _attach_in_team(make: Callable[[HorovodContext], OptimizerSync]) -> OptimizerSync:
+    """Attach a new optimizer. If a worker of an elastic job is lost meanwhile, the others form the next team."""
+    while True:
+        held = context()
+        try:
+            return make(held)
+        except (HorovodInternalError, PeerLostError, ProtocolError) as error:
+            if held.world.elastic is None:
+                raise
+            held.leave(str(error))
+            reset()
 
 
 def _check(op: Any, predivide: float, process_set: ProcessSet, strategy: str | Strategy | None) -> None:

@@ -223,7 +223,11 @@ class GradientSync(OptimizerSync):
         self.watched = {id(parameter) for parameter in parameters}
         self._take_over()
         if process_set.included():
-            self._attach(named, codec if process_set.size() > 1 or encodes_alone else None)
+            try:
+                self._attach(named, codec if process_set.size() > 1 or encodes_alone else None)
+            except SynclineError:
+                self.close()  # the hooks that it has registered
+                raise
         held.optimizers.append(self)
 
     def synchronize(self) -> None:

@@ -90,6 +90,10 @@ class HorovodSettings:
     """Sets can be added after init()."""
     hierarchical_allreduce: bool = _variable("HIERARCHICAL_ALLREDUCE", False, _parse_switch, SWITCH)
     """Sum within each host first."""
+    elastic_timeout: float = _variable(
+        "ELASTIC_TIMEOUT", 600.0, _parse_number, "a number of seconds, 0 or more; as 600"
+    )
+    """Seconds that a new worker of an elastic job waits until the others admit it at a commit."""
     log_level: str = _variable("LOG_LEVEL", "warning", _parse_level, f"one of {', '.join(LEVELS)}")
 
 
@@ -98,7 +102,7 @@ SET_BY_LAUNCHER = frozenset(
     f"{PREFIX}{name}"
     for name in (
         *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME"),
-        "START_TIMEOUT",  # horovodrun's own
+        *("START_TIMEOUT", "ELASTIC"),  # horovodrun's own
     )
 )
 """Variables that horovodrun sets for workers. They request nothing."""

@@ -29,10 +29,10 @@ from syncline.errors import ProtocolError
 from syncline.runtime import Event, Runtime
 from syncline.transports.messages import Mailbox, MessageHeader, PostedReceive, pack_header, peer_lost_error
 
-__all__ = ["FRAME_KINDS", "GOODBYE", "PING", "OutgoingMessage", "PeerConnection", "TooManyOffersError"]
+__all__ = ["ABORT", "FRAME_KINDS", "GOODBYE", "PING", "OutgoingMessage", "PeerConnection", "TooManyOffersError"]
 
-EAGER, OFFER, ACCEPT, PART, DONE, CREDIT, PING, GOODBYE, ABANDONED = range(16, 25)
-FRAME_KINDS = frozenset(range(16, 25))
+EAGER, OFFER, ACCEPT, PART, DONE, CREDIT, PING, GOODBYE, ABANDONED, ABORT = range(16, 26)
+FRAME_KINDS = frozenset(range(16, 26))
 
 MAX_EAGER_BYTES = 1 << 16
 """Largest message that is sent with its header."""
@@ -193,13 +193,18 @@ class PeerConnection:
                 if outgoing.channel == channel and not outgoing.done:
                     outgoing.finish(error)
 
-    def send_control(self, kind: int) -> None:
-        """Send a frame without content: PING or GOODBYE."""
+    def send_control(self, kind: int, channel: int = 0) -> None:
+        """Send a frame without content: PING or GOODBYE, or ABORT for a channel."""
         with self._lock:
-            self._send_frame(kind)
+            self._send_frame(kind, channel=channel)
 
-    def _send_frame(self, kind: int, number: int = 0, length: int = 0, part: Any = None) -> None:
-        header = pack_header(self._me, 0, length, number, kind)
+    def close(self, release: Callable[[], None]) -> None:
+        """Release the socket of a peer that is lost, while no other thread sends on it."""
+        with self._lock:
+            release()
+
+    def _send_frame(self, kind: int, number: int = 0, length: int = 0, part: Any = None, channel: int = 0) -> None:
+        header = pack_header(self._me, 0, length, number, kind, channel)
         with suppress(ConnectionError):  # the node's monitor reports the end of the connection
             self._emit((header,) if part is None else (header, part))
 

@@ -84,7 +84,8 @@ class TooManyOffersError(Exception):
 class _IncomingMessage:
     """A large message on its way into a receive's buffer."""
 
-    def __init__(self, posted: PostedReceive, nbytes: int) -> None:
+    def __init__(self, posted: PostedReceive, nbytes: int, channel: int) -> None:
+        self.channel = channel
         self.posted = posted
         self.place: Any = posted.data.numpy()
         self.nbytes = nbytes
@@ -112,6 +113,8 @@ class PeerConnection:
         self._emit = emit
         self._mailbox = mailbox
         self._lock = runtime.lock()
+        self._writing = runtime.lock(short=True)
+        """Held while bytes are written into the buffer of a receive."""
         self._number = 0
         self.sent = [0, 0]  # messages and bytes sent eagerly
         self.credit = [CREDIT_MESSAGES, CREDIT_BYTES]  # the counts up to which the peer has granted credit
@@ -186,12 +189,29 @@ class PeerConnection:
     def _oldest(self) -> OutgoingMessage | None:
         return next((outgoing for outgoing in self.offers.values() if not outgoing.done), None)
 
-    def abandon(self, channel: int, error: str) -> None:
-        """Abandon the messages of a channel that the peer has not taken. They stay offered: the peer may answer."""
+    def abandon(
+        self, channel: int, error: str, receive_error: Callable[[PostedReceive], Exception] | None = None
+    ) -> None:
+        """Abandon the messages of a channel that the peer has not taken. They stay offered: the peer may answer.
+
+        With `receive_error`, the receives end too whose messages arrive in parts. Further parts are discarded.
+        """
         with self._lock:
             for outgoing in self.offers.values():
                 if outgoing.channel == channel and not outgoing.done:
                     outgoing.finish(error)
+            for incoming in self.incoming.values() if receive_error is not None else ():
+                if incoming.channel == channel and not incoming.posted.done:
+                    self._fail(incoming, receive_error)
+
+    def _fail(self, incoming: _IncomingMessage, error: Callable[[PostedReceive], Exception] | None) -> None:
+        """End a receive whose message arrives in parts. Nothing is written into its buffer any more."""
+        assert error is not None
+        posted = incoming.posted
+        with self._writing:
+            posted.abandoned = True
+        posted.error = error(posted)
+        posted.finish()
 
     def send_control(self, kind: int, channel: int = 0) -> None:
         """Send a frame without content: PING or GOODBYE, or ABORT for a channel."""
@@ -270,7 +290,7 @@ class PeerConnection:
                     posted.error = self._loss(posted)
                     posted.finish()
                     return
-                incoming = self.incoming[number] = _IncomingMessage(posted, nbytes)
+                incoming = self.incoming[number] = _IncomingMessage(posted, nbytes, header.channel)
                 incoming.accepted = min(nbytes, MAX_INFLIGHT_BYTES)
                 if nbytes:
                     self._send_frame(ACCEPT, number, incoming.accepted)
@@ -304,8 +324,9 @@ class PeerConnection:
             first, after = incoming.received, incoming.received + header.length
             if after > incoming.accepted:
                 raise self._broken(f"more of message {header.number} than was accepted")
-        if not incoming.posted.abandoned:
-            np.copyto(incoming.place[first:after], np.frombuffer(body, np.uint8))
+        with self._writing:
+            if not incoming.posted.abandoned:
+                np.copyto(incoming.place[first:after], np.frombuffer(body, np.uint8))
         with self._lock:
             incoming.received = after
             if after == incoming.nbytes:
@@ -316,7 +337,8 @@ class PeerConnection:
 
     def _complete(self, number: int, incoming: _IncomingMessage) -> None:
         del self.incoming[number]
-        incoming.posted.finish()
+        if not incoming.posted.done:
+            incoming.posted.finish()
         self._send_frame(DONE, number)
 
     def _receive_done(self, header: MessageHeader, body: Any) -> None:
@@ -332,16 +354,12 @@ class PeerConnection:
             incoming = self.incoming.pop(header.number, None)
             if incoming is None:
                 raise self._broken(f"it gives up message {header.number}, which was not accepted")
-            incoming.posted.error = peer_lost_error(
-                f"rank {self._me}",
-                self.peer,
-                f"rank {self.peer}",
-                f"a message (tag {incoming.posted.tag})",
-                0.0,
-                "it has given the message up",
-            )
-            incoming.posted.finish()
             self._send_frame(DONE, header.number)
+            posted = incoming.posted
+            if not posted.done:
+                pending, reason = f"a message (tag {posted.tag})", "it has given the message up"
+                posted.error = peer_lost_error(f"rank {self._me}", self.peer, f"rank {self.peer}", pending, 0.0, reason)
+                posted.finish()
 
     def _out_of_order(self, header: MessageHeader) -> ProtocolError:
         return self._broken(f"message {header.number} where {self._expected} was expected: one is lost or duplicated")
@@ -358,8 +376,8 @@ class PeerConnection:
                     outgoing.finish(self.gone)
             self.offers.clear()
             for incoming in self.incoming.values():
-                incoming.posted.error = error(incoming.posted)
-                incoming.posted.finish()
+                if not incoming.posted.done:
+                    self._fail(incoming, error)
             self.incoming.clear()
 
 

@@ -386,18 +386,22 @@ class Node:
         mailbox.close(_channel_closed)
         self.wake()
 
-    def abandon(self, channel: int, reason: str) -> None:
-        """Abandon the messages of a channel that were sent and not taken."""
+    def abandon(
+        self, channel: int, reason: str, receive_error: Callable[[PostedReceive], Exception] | None = None
+    ) -> None:
+        """Abandon the messages of a channel that were sent and not taken, and the receives that are in progress."""
         for peer in list(self.peers.values()):
-            peer.connection.abandon(channel, reason)
+            peer.connection.abandon(channel, reason, receive_error)
         self.wake()
 
     def abort_channel(self, channel: int) -> None:
         """End every wait on a channel of a team, now and later: a member forms another team."""
-        self.mailbox(channel).close(
-            lambda posted: self.peer_lost(None, ABORTED, f"a message (tag {posted.tag})", seconds=0.0)
-        )
-        self.abandon(channel, ABORTED)
+
+        def error(posted: PostedReceive) -> Exception:
+            return self.peer_lost(None, ABORTED, f"a message (tag {posted.tag})", seconds=0.0)
+
+        self.mailbox(channel).close(error)
+        self.abandon(channel, ABORTED, error)
 
     # Peers.
 

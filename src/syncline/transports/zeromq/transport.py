@@ -234,8 +234,12 @@ class ZmqTransport(Transport):
     def abort(self) -> None:
         """Break every receive and every send on this channel. It carries nothing more."""
         self._aborted = True
-        self._mailbox.close(lambda posted: WorldError(f"{ABORTED} while tag {posted.tag} was awaited"))
-        self.node.abandon(self.channel_number, ABORTED)
+
+        def error(posted: PostedReceive) -> Exception:
+            return WorldError(f"{ABORTED} while tag {posted.tag} was awaited")
+
+        self._mailbox.close(error)
+        self.node.abandon(self.channel_number, ABORTED, error)
 
     def close(self) -> None:
         if self._closed:
@@ -287,7 +291,10 @@ class ZmqTeamTransport(ZmqTransport):
         return self._mailbox.closed  # by this member or another one
 
     def abort(self) -> None:
-        """Break every wait on this channel, here and at the other members."""
+        """Break every wait on this channel, here and at the other members. A second call does nothing."""
+        if self._aborted:
+            return
+        self._aborted = True
         self.node.abort_channel(self.channel_number)
         for member in self.members:
             peer = self.node.peers.get(member)
@@ -298,7 +305,11 @@ class ZmqTeamTransport(ZmqTransport):
         return self.node.peer_lost(None, ABORTED, pending, 0.0)
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
-        """The error names a member that is known to be lost, without a search: the next team decides who is."""
+        """The error names a member that is known to be lost, without a search: the next team decides who is.
+
+        A failed wait ends the channel: the others must not take a message of the next operation for one of this.
+        """
+        self.abort()
         if self.node.failed:
             return WorldError(f"{self.node.name()} cannot continue: {self.node.failed}")
         suspects = self.members if peer is None else (self.members[peer],)
@@ -307,7 +318,8 @@ class ZmqTeamTransport(ZmqTransport):
         return self.node.peer_lost(member, str(cause or reason), pending, seconds)
 
     def explain(self, error: Exception, peer: int | None, pending: str) -> Exception:
-        return self.failure(peer, pending, 0.0, error) if self.node.failed else error
+        failure = self.failure(peer, pending, 0.0, error)
+        return failure if self.node.failed else error
 
     def lost(self) -> dict[int, str]:
         return self.node.liveness.lost()

@@ -20,6 +20,7 @@ from syncline.transports import Transport
 from syncline.transports.faults import Fault, Join, Kill, Partition
 from syncline.transports.simulated import SimulatedConnector, kill_rank
 from syncline.world import Simulation, World
+from syncline.world.elastic import check_elastic_engine
 from tests.data.cases import Numbers
 from tests.hunting import seeds
 
@@ -375,6 +376,14 @@ def test_strategies_that_need_all_workers_are_refused(strategy: str) -> None:
             sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
 
     sl.simulate(work, 2, elastic=(1, 2))
+
+
+@pytest.mark.parametrize(("name", "words"), [("mpi", "mpiexec ends all ranks"), ("other", '"torch_dist" or "zeromq"')])
+def test_transports_whose_members_cannot_change_are_refused(name: str, words: str) -> None:
+    for transport in ("torch_dist", "zeromq"):
+        check_elastic_engine(transport)
+    with pytest.raises(UnsupportedError, match=words):
+        check_elastic_engine(name)
 
 
 def test_groups_of_some_workers_are_refused() -> None:

@@ -205,7 +205,7 @@ class TeamFormation:
             if missing:
                 continue
             if self.member in absent:
-                raise self._declared_lost(f"is not in team {generation}")
+                raise self._declared_lost(f"is not in team {generation}", absent[self.member])
             present = {member: arrived[member] for member in before.members if member not in absent}
             cut_off = find_cut_off(present)
             connected = tuple(member for member in present if member not in cut_off)

@@ -88,7 +88,7 @@ def test_one_member_of_a_pair_that_cannot_talk_is_left_out(
     unreachable: dict[int, tuple[int, ...]], left_out: list[int]
 ) -> None:
     store = MemoryStore()
-    arrivals = {member: Arrival(4, False, unreachable.get(member, ())) for member in range(4)}
+    arrivals = {member: Arrival(4, False, unreachable=unreachable.get(member, ())) for member in range(4)}
     assert list(find_cut_off(arrivals)) == left_out
     runtime, ended, teams = RealRuntime(), dict[int, str](), dict[int, Team]()
 
@@ -109,7 +109,7 @@ def test_one_member_of_a_pair_that_cannot_talk_is_left_out(
 
 
 def test_newcomers_without_the_state_are_left_out_first() -> None:
-    arrivals = {0: Arrival(4, True, (2, 3)), 2: Arrival(-1, True), 3: Arrival(-1, True)}
+    arrivals = {0: Arrival(4, True, unreachable=(2, 3)), 2: Arrival(-1, True), 3: Arrival(-1, True)}
     assert sorted(find_cut_off(arrivals)) == [2, 3]
 
 

@@ -299,7 +299,8 @@ class TeamFormation:
 
     def _newcomers(self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None) -> list[int]:
         """Newcomers that wait at a place, and are neither in the team nor lost, in the order of their requests."""
-        here = [member for member, waits_at in self._waiting.items() if waits_at == place]
+        cut_off = {*self._unreachable(), *(other for each in team.arrivals.values() for other in each.unreachable)}
+        here = [member for member, waits_at in self._waiting.items() if waits_at == place and member not in cut_off]
         return [member for member in here if member not in team.members and member not in absent]
 
     def _read_log(self) -> None:

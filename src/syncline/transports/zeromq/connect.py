@@ -202,8 +202,6 @@ class ZmqConnector:
         ours = open_bounded_store(place, open_store(environment, place, timeout), self.runtime, timeout)
         self.store: KeyValueStore = ours.prefixed("syncline")
         records = ours.prefixed(f"{ELASTIC_WORLD}/zeromq")
-        self._team: tuple[int, ...] = ()
-        self._channel: ZmqTeamTransport | None = None
 
         def make_liveness(rank: int) -> Liveness:
             links = probe_links(records, rank, address, self.runtime)
@@ -229,17 +227,11 @@ class ZmqConnector:
         links = self._node.liveness.links
         return {**self._node.broken_links, **({} if links is None else links.unreachable)}
 
-    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
+    def connect(self, members: tuple[int, ...], number: int) -> Transport:
         self._node.liveness.follow(members)
-        for member in self._team:
-            if member not in members:
-                self._node.fence_off(member, f"team {generation} was formed without it")
-        if self._channel is not None:
-            self._channel.close()  # a second time, unless its team could not be connected
-        self._team, self._channel = members, None
         if len(members) == 1:
             return SingleTransport(self.runtime, self.timeout)
-        self._channel = channel = ZmqTeamTransport(self._node, members, self.timeout, generation)
+        channel = ZmqTeamTransport(self._node, members, self.timeout, number)
         channel.monitor.watch(range(len(members)))
         return channel
 

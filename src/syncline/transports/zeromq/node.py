@@ -692,12 +692,6 @@ class Node:
         except RuntimeError as error:
             logger.warning("%s has lost %s: %s (%s)", self.name(), self.name(rank), reason, error)
 
-    def fence_off(self, rank: int, reason: str) -> None:
-        """In an elastic job: drop all messages of a member from now on, because a team was formed without it."""
-        self.membership.lose(rank, reason)
-        if rank in self.peers:
-            self.lose(rank, reason)
-
     def lose(self, rank: int, reason: str, error: ProtocolError | None = None) -> None:
         """End everything that waits for a peer."""
         peer = self.peers[rank]

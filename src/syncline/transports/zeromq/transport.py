@@ -252,17 +252,17 @@ class ZmqTransport(Transport):
             self.node.close_channel(self.channel_number)
 
 
-TEAM_SPLITS = 1 << 16
-"""Channels of one team. Numbers of teams and of their channels wrap around there."""
+MAX_TEAM_CHANNELS = 1 << 12
+"""Channels of one team: its own and its splits."""
 
 
 class ZmqTeamTransport(ZmqTransport):
     """The channel of one team of an elastic job, or a split of it: any member ends it for all.
 
-    Messages of all teams pass the same sockets. The number of the channel tells them apart, so that late messages of an
-    earlier team are discarded::
+    Messages of all teams pass the same sockets. The number of the channel tells them apart, so that late messages of
+    an earlier team, and of a member that is not in the team, are discarded::
 
-        16 bits: generation | 16 bits: 0, or the number of the split
+        1 bit: prepared in advance | 19 bits: number of the team | 12 bits: 0, or the number of the split
     """
 
     def __init__(
@@ -270,13 +270,15 @@ class ZmqTeamTransport(ZmqTransport):
         node: Node,
         members: tuple[int, ...],
         timeout: float,
-        generation: int,
+        team: int,
         split: int = 0,
         splits: Iterator[int] | None = None,
     ) -> None:
-        self._generation = generation
-        number = generation % (1 << 16) * TEAM_SPLITS + split % TEAM_SPLITS
-        super().__init__(node, members, timeout, f"team{generation}.{split}", number)
+        if split >= MAX_TEAM_CHANNELS:
+            raise WorldError(f"a team has at most {MAX_TEAM_CHANNELS} channels on ZeroMQ: make fewer groups")
+        self._team = team
+        number = (team >> 32 & 1) << 31 | team % (1 << 19) * MAX_TEAM_CHANNELS | split
+        super().__init__(node, members, timeout, f"team{team}.{split}", number)
         self._splits = splits or count(1)
 
     def _split(self, members: tuple[int, ...]) -> Transport | None:
@@ -284,7 +286,7 @@ class ZmqTeamTransport(ZmqTransport):
         if self.rank not in members:
             return None
         chosen = tuple(self.members[rank] for rank in members)
-        return ZmqTeamTransport(self.node, chosen, self.timeout, self._generation, number, self._splits)
+        return ZmqTeamTransport(self.node, chosen, self.timeout, self._team, number, self._splits)
 
     @property
     def _has_ended(self) -> bool:

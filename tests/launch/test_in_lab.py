@@ -79,7 +79,7 @@ world.close()
 
 def test_cut_link_is_found_and_the_higher_rank_is_left_out(runs: Runs) -> None:
     """Hosts 1 and 2 cannot reach each other, and both reach host 0 and the launcher."""
-    options = ("--lab", "3@open", "--elastic", "1:3", "--lost-after", "4", "--folder", "job")
+    options = ("--lab", "3@open", "--elastic", "1:3", "--lost-after", "6", "--folder", "job")
     run = runs.start("run", *options, runs.script(CUT_LINK))
     pids = [runs.read(f"member{member}") for member in range(3)]
     for host, other in ((1, 2), (2, 1)):

@@ -176,7 +176,7 @@ def test_a_broken_connection_is_evidence_for_the_next_team(job: Job) -> None:
     first, _, third = job.connect(1, 0, 1, 2)
     talk(third, first)
     job.members[2]._node.peers[0].connection._emit((b"\0" * 36,))  # not a frame of the protocol
-    with pytest.raises(PeerLostError):
+    with pytest.raises(SynclineError):
         first.recv(torch.zeros(1), 2, 5).wait()
     assert list(job.members[0].unreachable()) == [2]
 

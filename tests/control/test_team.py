@@ -9,6 +9,7 @@ import pytest
 
 import syncline as sl
 from syncline.control import Arrival, ControlLog, MemoryStore, Team, TeamFormation
+from syncline.control.team import find_cut_off
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
 from syncline.testing import hunt_cases
@@ -71,6 +72,45 @@ def test_a_member_that_was_left_out_gives_up() -> None:
     with pytest.raises(WorldError, match="declared lost"):
         formation(store, 1).form(before, Arrival(0, between_steps=False))
     assert [entry.kind for entry in ControlLog(store).read()] == ["lost", "team"]
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "left_out"),
+    [
+        ({0: (1,), 1: (0,)}, [1]),  # the higher rank of the pair
+        ({2: (0,)}, [2]),  # one of the two is enough
+        ({0: (3, 2, 1)}, [0]),  # the one that reaches nobody
+        ({0: (2, 3), 1: (2, 3)}, [3, 2]),  # two halves
+        ({1: (9,)}, []),  # not in the team
+    ],
+)
+def test_one_member_of_a_pair_that_cannot_talk_is_left_out(
+    unreachable: dict[int, tuple[int, ...]], left_out: list[int]
+) -> None:
+    store = MemoryStore()
+    arrivals = {member: Arrival(4, False, unreachable=unreachable.get(member, ())) for member in range(4)}
+    assert list(find_cut_off(arrivals)) == left_out
+    runtime, ended, teams = RealRuntime(), dict[int, str](), dict[int, Team]()
+
+    def meet(member: int) -> None:
+        form = formation(store, member, timeout_s=60.0, unreachable=lambda: unreachable.get(member, ()))
+        try:
+            teams[member] = form.form(Team(0, (0, 1, 2, 3)), Arrival(4, between_steps=False))
+        except WorldError as error:
+            ended[member] = str(error)
+
+    tasks = [runtime.spawn(meet, member) for member in range(4)]
+    assert all(task.join(60.0) for task in tasks)
+    assert sorted(ended) == sorted(left_out)
+    assert all("was declared lost" in text and "cannot reach each other" in text for text in ended.values())
+    members = tuple(member for member in range(4) if member not in left_out)
+    assert {team.members for team in teams.values()} == {members}
+    assert [entry.fields["member"] for entry in ControlLog(store).read() if entry.kind == "lost"] == left_out
+
+
+def test_newcomers_without_the_state_are_left_out_first() -> None:
+    arrivals = {0: Arrival(4, True, unreachable=(2, 3)), 2: Arrival(-1, True), 3: Arrival(-1, True)}
+    assert sorted(find_cut_off(arrivals)) == [2, 3]
 
 
 def test_newcomers_are_admitted_between_steps_only() -> None:

@@ -208,6 +208,27 @@ def test_job_json_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_job(tmp_path)
 
 
+FULL_DISK = f"""{MEMBER}
+if rank == 1:
+    with open("/dev/full", "w") as log:
+        log.write("step 1")
+until("go")
+"""
+
+
+def test_worker_whose_disk_is_full_is_named_and_the_others_go_on(runs: Runs) -> None:
+    run = runs.start("run", "-n", "2", "--elastic", "1:2", "--folder", "job", runs.script(FULL_DISK))
+    told(runs, 0)
+    wait_for(lambda: "disk is full" in run.err, "the failure is reported")
+    full = "its disk is full (OSError: [Errno 28] No space left on device)"
+    wait_for(lambda: any(entry.kind == "ended" for entry in logged(runs)), "it is in the log")
+    assert [entry.fields["reason"] for entry in logged(runs) if entry.kind == "ended"] == [
+        f"it failed (exit code 1): {full}"
+    ]
+    assert end(runs, run).code == 0, run.describe()
+    assert f"syncline: rank 1 failed (exit code 1): {full}; the others go on\n" in run.err
+
+
 TRAINING = """
 import torch, syncline as sl
 member = int(os.environ["SYNCLINE_MEMBER"])
@@ -235,10 +256,13 @@ say("done", member, world.rank, world.size, repr(weights), run.stats.steps)
 """
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "easgd(period=1)"])
-def test_training_continues_and_a_restarted_worker_joins(runs: Runs, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "strategy"), [("torch_dist", "allreduce"), ("zeromq", "allreduce"), ("torch_dist", "easgd(period=1)")]
+)
+def test_training_continues_and_a_restarted_worker_joins(runs: Runs, transport: str, strategy: str) -> None:
+    options = ("-n", "3", "--elastic", "2:3", "--restart", "1", "--folder", "job")
     script = runs.script(TRAINING.replace("STRATEGY", repr(strategy)))
-    run = runs.run("run", "-n", "3", "--elastic", "2:3", "--restart", "1", "--folder", "job", script)
+    run = runs.run("run", *options, script, variables={"SYNCLINE_TRANSPORT": transport})
     assert run.code == 0, run.describe()
     lines = sorted(line[line.index("done") :].split() for line in run.out.splitlines() if "done" in line)
     assert [line[1:4] for line in lines] == [["0", "0", "3"], ["2", "1", "3"], ["3", "2", "3"]], run.describe()

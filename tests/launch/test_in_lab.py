@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,33 @@ def test_lost_rank_is_started_again_on_its_host(runs: Runs) -> None:
     runs.read("member0")
     runs.post("go")
     assert run.finish().code == 0, run.describe()
+    runs.assert_nothing_left()
+
+
+CUT_LINK = """
+import torch, syncline as sl
+member = int(os.environ["SYNCLINE_MEMBER"])
+world = sl.init()
+post(f"member{member}", os.getpid())
+while world.size == 3:
+    sl.allreduce(torch.ones(100_000), op="sum")
+world.close()
+"""
+
+
+def test_cut_link_is_found_and_the_higher_rank_is_left_out(runs: Runs) -> None:
+    """Hosts 1 and 2 cannot reach each other, and both reach host 0 and the launcher."""
+    options = ("--lab", "3@open", "--elastic", "1:3", "--lost-after", "6", "--folder", "job")
+    run = runs.start("run", *options, runs.script(CUT_LINK))
+    pids = [runs.read(f"member{member}") for member in range(3)]
+    for host, other in ((1, 2), (2, 1)):
+        # A neighbour with a wrong address: packets to it are lost, and nobody is told.
+        address = ("10.77.0.1", "10.77.0.2", "10.77.0.3")[other]
+        entry = (address, "lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "e0")
+        subprocess.run(["nsenter", "-t", pids[host], "-n", "ip", "neigh", "replace", *entry], check=True)
+    assert run.finish().code == 0, run.describe()
+    assert "member 2 was declared lost" in run.err
+    assert "it and member 1 cannot reach each other" in run.err
     runs.assert_nothing_left()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ import syncline as sl
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.testing import hunt_cases
 from syncline.transports import Transport
-from syncline.transports.faults import Fault, Join, Kill
+from syncline.transports.faults import Fault, Join, Kill, Partition
 from syncline.transports.simulated import SimulatedConnector, kill_rank
 from syncline.world import Simulation, World
+from syncline.world.elastic import check_elastic_engine
 from tests.data.cases import Numbers
 from tests.hunting import seeds
 
@@ -129,6 +131,42 @@ def survive(strategy: str, codec: str | None) -> Callable[[int], None]:
 def test_survivors_go_on_and_agree(name: str) -> None:
     check = survive(*STRATEGIES[name])
     hunt_cases(check, seeds(14 if name == "dense" else 4, 1200), f"survive{STRATEGIES[name]}({{seed}})")
+
+
+def survive_cut(strategy: str) -> Callable[[int], None]:
+    """A case for each seed: some workers are cut off from the others, for a time or for good. One side continues."""
+
+    def check(seed: int) -> None:
+        draw = random.Random(seed)
+        group = tuple(draw.sample(range(WORKERS), draw.randint(1, 2)))
+        start = draw.uniform(0, 0.15)
+        cut = Partition(group, start, draw.choice([start + 0.02, start + 6.0, math.inf]))
+        found = sl.simulate(
+            lambda world: train(world, strategy, None, 48, {}),
+            WORKERS,
+            elastic=(1, WORKERS),
+            faults=[cut],
+            seed=seed,
+            timeout=5.0,  # in place of the time after which a cut link is found
+            return_exceptions=True,
+        )
+        results = [result for result in found.results if isinstance(result, Result)]
+        for result in found.results:
+            if isinstance(result, BaseException) and "was declared lost" not in str(result):
+                raise result
+        assert len(results) in (WORKERS, WORKERS - len(group)), (cut, found.results)
+        for result in results:
+            assert torch.equal(result.weights, results[0].weights)
+            assert (result.steps, result.size) == (results[0].steps, len(results))
+            assert all(len(epoch) == 48 for epoch in result.trained) or strategy != "allreduce", cut
+
+    return check
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("strategy", ["allreduce", "diloco(period=2)"])
+def test_a_side_that_is_cut_off_is_fenced_and_the_others_agree(strategy: str) -> None:
+    hunt_cases(survive_cut(strategy), seeds(6, 600), f"survive_cut({strategy!r})({{seed}})")
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -347,6 +385,14 @@ def test_strategies_that_need_all_workers_are_refused(strategy: str) -> None:
             sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
 
     sl.simulate(work, 2, elastic=(1, 2))
+
+
+@pytest.mark.parametrize(("name", "words"), [("mpi", "mpiexec ends all ranks"), ("other", '"torch_dist" or "zeromq"')])
+def test_transports_whose_members_cannot_change_are_refused(name: str, words: str) -> None:
+    for transport in ("torch_dist", "zeromq"):
+        check_elastic_engine(transport)
+    with pytest.raises(UnsupportedError, match=words):
+        check_elastic_engine(name)
 
 
 def test_groups_of_some_workers_are_refused() -> None:

@@ -14,15 +14,17 @@ A member that was left out, because it was frozen or cut off meanwhile, finds a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from syncline.control.log import ControlLog
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
 from syncline.transports.key_value_store import KeyValueStore
 
-__all__ = ["Arrival", "Team", "TeamFormation"]
+__all__ = ["Arrival", "Team", "TeamFormation", "find_cut_off"]
 
 TEAM_KEY = "control/team"
 ARRIVE_KEY = "control/arrive"
@@ -43,6 +45,8 @@ class Arrival:
     """Whether it is between two steps, where newcomers can be admitted. False: a loss has interrupted an operation."""
     prepared: int = 0
     """The number of the channels to a future team that it has connected in advance; 0 for none."""
+    unreachable: tuple[int, ...] = ()
+    """Members that it cannot reach. They may be alive, and reach others."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Team:
     members: tuple[int, ...]
     arrivals: Mapping[int, Arrival] = field(default_factory=dict)
     """What each member said that was in the team before."""
+    cut_off: Mapping[int, str] = field(default_factory=dict)
+    """Members that are left out because another member cannot reach them, each with the reason."""
 
     @property
     def operations(self) -> int:
@@ -74,8 +80,9 @@ class Team:
 class TeamFormation:
     """One member's part in forming teams.
 
-    `lost` returns the members that are known to be lost, each with the reason. `timeout_s` bounds the wait for a member
-    that is neither lost nor arrives; after it, that member counts as lost.
+    `lost` returns the members that are known to be lost, each with the reason; `unreachable` those that this member
+    cannot reach. `timeout_s` bounds the wait for a member that is neither lost nor arrives; after it, that member
+    counts as lost.
     """
 
     def __init__(
@@ -88,12 +95,14 @@ class TeamFormation:
         minimum: int = 1,
         maximum: int = 1 << 20,
         timeout_s: float,
+        unreachable: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         self.member = member
         self.log = ControlLog(store)
         self._store = store
         self._runtime = runtime
         self._lost = lost
+        self._unreachable = unreachable
         self._minimum, self._maximum = minimum, maximum
         self._timeout_s = timeout_s
         self._latest: Team | None = None
@@ -133,6 +142,8 @@ class TeamFormation:
             if passed:
                 return None
             self._read_log()
+            if self.member in self._gone:
+                raise self._declared_lost("is not admitted", self._gone[self.member])
             if team is not None and all(member in self._gone for member in team.members):
                 raise WorldError(f"the job has ended: members {list(team.members)} of its last team have left")
         raise WorldError(
@@ -209,14 +220,16 @@ class TeamFormation:
             for member in before.members:
                 key = f"{ARRIVE_KEY}/{generation}/{member}"
                 if member not in arrived and member not in absent and self._store.check([key]):
-                    arrived[member] = Arrival(**json.loads(self._store.get(key)))
+                    arrived[member] = _read_arrival(json.loads(self._store.get(key)))
             missing = [member for member in before.members if member not in arrived and member not in absent]
             if missing:
                 continue
             if self.member in absent:
-                raise self._declared_lost(f"is not in team {generation}")
-            present = tuple(member for member in before.members if member not in absent)
-            team = Team(generation, present, {member: arrived[member] for member in present})
+                raise self._declared_lost(f"is not in team {generation}", absent[self.member])
+            present = {member: arrived[member] for member in before.members if member not in absent}
+            cut_off = find_cut_off(present)
+            connected = tuple(member for member in present if member not in cut_off)
+            team = Team(generation, connected, {member: present[member] for member in connected}, cut_off)
             proposal = self._with_newcomers(team, absent, place, only)
             self.short = proposal is None
             if proposal is not None:
@@ -224,6 +237,7 @@ class TeamFormation:
         return self._give_up(before, arrival, place, only, missing)
 
     def _arrive(self, generation: int, arrival: Arrival) -> None:
+        arrival = replace(arrival, unreachable=tuple(self._unreachable()))
         self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
 
     def _with_newcomers(
@@ -242,7 +256,8 @@ class TeamFormation:
 
     def _propose(self, team: Team) -> None:
         arrivals = {str(member): asdict(team.arrivals[member]) for member in team.members if member in team.arrivals}
-        text = json.dumps({"members": team.members, "arrivals": arrivals})
+        cut_off = {str(member): reason for member, reason in team.cut_off.items()}
+        text = json.dumps({"members": team.members, "arrivals": arrivals, "cut_off": cut_off})
         self._store.compare_set(f"{TEAM_KEY}/{team.generation}", "", text)
 
     def _read_team(self, generation: int) -> Team | None:
@@ -251,8 +266,9 @@ class TeamFormation:
         if not self._store.check([key]):
             return None
         found = json.loads(self._store.get(key))
-        arrivals = {int(member): Arrival(**each) for member, each in found["arrivals"].items()}
-        return Team(generation, tuple(found["members"]), arrivals)
+        arrivals = {int(member): _read_arrival(each) for member, each in found["arrivals"].items()}
+        cut_off = {int(member): str(reason) for member, reason in found.get("cut_off", {}).items()}
+        return Team(generation, tuple(found["members"]), arrivals, cut_off)
 
     def _decided(self, generation: int) -> Team | None:
         """The team of a generation if it is decided. The first of its members writes it into the log."""
@@ -260,8 +276,13 @@ class TeamFormation:
         if team is None:
             return None
         if self.member not in team.members:
-            raise self._declared_lost(f"the others continue as team {generation} with members {list(team.members)}")
+            reason = team.cut_off.get(self.member, "")
+            raise self._declared_lost(
+                f"the others continue as team {generation} with members {list(team.members)}", reason
+            )
         if team.members[0] == self.member:
+            for member, reason in team.cut_off.items():
+                self.log.append(LOST, member=member, reason=reason)
             self.log.append(TEAM, generation=generation, team=list(team.members))
         return team
 
@@ -287,11 +308,9 @@ class TeamFormation:
             self.log.append(LOST, member=member, reason=reason)
         return self.form(before, arrival, place, only)
 
-    def _declared_lost(self, consequence: str) -> WorldError:
-        return WorldError(
-            f"member {self.member} was declared lost, and {consequence}: it was stopped, cut off, or slower than the "
-            "timeout"
-        )
+    def _declared_lost(self, consequence: str, reason: str = "") -> WorldError:
+        reason = reason or "it was stopped, cut off, or slower than the timeout"
+        return WorldError(f"member {self.member} was declared lost, and {consequence}: {reason}")
 
     # What is known.
 
@@ -301,7 +320,8 @@ class TeamFormation:
 
     def _newcomers(self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None) -> list[int]:
         """Newcomers that wait at a place, and are neither in the team nor lost, in the order of their requests."""
-        here = [member for member, waits_at in self._waiting.items() if waits_at == place]
+        cut_off = {*self._unreachable(), *(other for each in team.arrivals.values() for other in each.unreachable)}
+        here = [member for member, waits_at in self._waiting.items() if waits_at == place and member not in cut_off]
         return [member for member in here if member not in team.members and member not in absent]
 
     def _read_log(self) -> None:
@@ -326,3 +346,31 @@ class TeamFormation:
             pause = MIN_POLL_S if soon() else pause
             self._runtime.sleep(pause)
             paused, pause = paused + pause, min(2 * pause, MAX_POLL_S)
+
+
+def _read_arrival(found: Mapping[str, Any]) -> Arrival:
+    return Arrival(**{**found, "unreachable": tuple(found.get("unreachable", ()))})
+
+
+def find_cut_off(arrivals: Mapping[int, Arrival]) -> dict[int, str]:
+    """The members to leave out so that all others reach each other, each with the reason.
+
+    One member of a pair that cannot talk is enough. Left out first is a newcomer without the state, then the member
+    with the most such pairs, then the one with the highest rank. `arrivals` is in the order of the ranks.
+
+    >>> arrivals = {member: Arrival(5, False) for member in (0, 2, 3)}
+    >>> find_cut_off({**arrivals, 2: Arrival(5, False, unreachable=(3,))})
+    {3: 'it and member 2 cannot reach each other'}
+    """
+    pairs = {frozenset((member, other)) for member in arrivals for other in arrivals[member].unreachable}
+    pairs = {pair for pair in pairs if len(pair) == 2 and pair <= arrivals.keys()}
+    ranks = {member: rank for rank, member in enumerate(arrivals)}
+    cut_off: dict[int, str] = {}
+    while pairs:
+        degrees = Counter(member for pair in pairs for member in pair)
+        worst = max(degrees, key=lambda member: (arrivals[member].operations < 0, degrees[member], ranks[member]))
+        others = sorted(member for pair in pairs if worst in pair for member in pair - {worst})
+        names = ", ".join(map(str, others))
+        cut_off[worst] = f"it and member{'s' * (len(others) > 1)} {names} cannot reach each other"
+        pairs = {pair for pair in pairs if worst not in pair}
+    return cut_off

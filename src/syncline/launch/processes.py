@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,10 @@ from syncline.launch.programs import Program
 
 ProcessState = Literal["stopped", "busy"]
 """The state of a process in the kernel: stopped by a signal, or running."""
+
+
+DISK_FULL_MESSAGES = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""Parts of the errors of a process that could not write a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +68,17 @@ class ProcessExit:
 
         >>> ProcessExit(name="rank 2", rank=2, code=-9).reason("rank 2")
         'rank 2 was killed by signal 9 (SIGKILL)'
+        >>> full = ErrorReport(summary="OSError: [Errno 28] No space left on device")
+        >>> ProcessExit(name="rank 2", rank=2, code=1, report=full).reason("rank 2")
+        'rank 2 failed (exit code 1): its disk is full (OSError: [Errno 28] No space left on device)'
         """
         if self.silent:
             return f"{who} sent no heartbeat for {self.silent:.0f} s (frozen, or cut off) and was killed"
         if self.code < 0:
             return f"{who} was killed by signal {-self.code} ({_signal_name(-self.code)})"
-        return f"{who} failed (exit code {self.code})"
+        summary = "" if self.report is None else self.report.summary
+        full = f": its disk is full ({summary})" if any(words in summary for words in DISK_FULL_MESSAGES) else ""
+        return f"{who} failed (exit code {self.code}){full}"
 
     def same_cause(self, other: ProcessExit) -> bool:
         """Whether both failed with the same exit code and the same error."""

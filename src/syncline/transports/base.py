@@ -392,6 +392,10 @@ class TeamConnector(Protocol):
         """The members that are known to be lost, each with the reason. It may ask the store."""
         ...
 
+    def unreachable(self) -> Mapping[int, str]:
+        """The members that this process cannot reach although they may be alive, each with the reason."""
+        ...
+
     def connect(self, members: tuple[int, ...], number: int) -> Transport:
         """The channel of a team. All its members call it with the same number, which no other team has.
 

@@ -20,6 +20,7 @@ from syncline.errors import WorldError
 from syncline.runtime import Event, Queue, RealRuntime, Runtime
 
 __all__ = [
+    "ELASTIC_WORLD",
     "BoundedStore",
     "KeyValueStore",
     "StoreSilentError",
@@ -28,6 +29,7 @@ __all__ = [
     "first_line",
     "listening_address",
     "next_world_name",
+    "no_launcher_store",
     "open_bounded_store",
     "open_store",
     "program_name",
@@ -40,6 +42,8 @@ T = TypeVar("T")
 
 STORE_TIMEOUT_S = 10.0
 """Timeout in seconds of a call to the store: a cut network gives neither an answer nor an error."""
+ELASTIC_WORLD = "syncline/elastic"
+"""The prefix of the keys of an elastic job's world. There is one, whenever a member joins it."""
 PROGRAM_VARIABLE = "SYNCLINE_PROGRAM"
 
 
@@ -168,6 +172,14 @@ def find_rendezvous(environment: Environment) -> Rendezvous:
             "set MASTER_ADDR to the first host and MASTER_PORT to a free port there"
         )
     return place
+
+
+def no_launcher_store(environment: Environment) -> str:
+    """The refusal of an elastic job whose launcher serves no store."""
+    return (
+        f"an elastic job needs the store of `syncline run --elastic`, and {environment.source} serves none: "
+        "the store must survive the loss of any worker"
+    )
 
 
 def listening_address(rendezvous: str, one_host: bool) -> str:

@@ -21,6 +21,7 @@ from syncline.environment.lost_after import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
 from syncline.transports.base import CHECK_HINT, Monitor, group_ranks_by_text
 from syncline.transports.key_value_store import KeyValueStore, death_reason
+from syncline.transports.link_probe import LinkProbe
 from syncline.transports.messages import WarningLog
 
 __all__ = ["LEFT_WORLD", "Liveness", "LivenessMonitor", "LossReason"]
@@ -133,8 +134,11 @@ class Liveness:
         program: str = "",
         gone: Callable[[], Mapping[int, str]] | None = None,
         elastic: bool = False,
+        links: LinkProbe | None = None,
     ) -> None:
         self.rank = rank
+        self.links = links
+        """Finds cut links in an elastic job; None on one host."""
         self.elastic = elastic
         """Whether the members of the job change. The survivors of a loss then form a team, and nobody is blamed."""
         self.members: set[int] = set(range(size))
@@ -224,6 +228,8 @@ class Liveness:
         """Stop the heartbeats, and write that this rank leaves by itself."""
         if not self.closed.is_set():
             stopped = self.stop()
+            if self.links is not None:
+                self.links.close()
             self.leave()
             if stopped and self._program:
                 self._ask(self._launcher.set, f"{ALIVE}/{self._program}", LEFT)
@@ -251,6 +257,7 @@ class Liveness:
                 if self._gone is None:
                     self._ask(self._read_posted)
                     self._ask(self._read_deaths)
+                self._probe_links()
                 if self.elastic:
                     self._break_waits_for_lost()
                 self._warn()
@@ -431,14 +438,26 @@ class Liveness:
             self._deaths = deaths  # last: if the store fails midway, the next heartbeat reads again
 
     def _break_waits_for_lost(self) -> None:
-        """End waits on channels of lost ranks: if a host is cut off, no connection breaks by itself.
+        """End waits on channels of ranks that are lost or unreachable: no connection breaks by itself if a link is cut.
 
         Every heartbeat calls it, because a wait may begin after the loss is known.
         """
+        gone = self.dead.keys() | (self.links.unreachable.keys() if self.links is not None else set())
         for wait in list(self._waits.values()):
-            if wait.break_off is not None and not self.dead.keys().isdisjoint(wait.members):
+            if wait.break_off is not None and not gone.isdisjoint(wait.members):
                 break_off, wait.break_off = wait.break_off, None
                 break_off()
+
+    def _probe_links(self) -> None:
+        """Find hosts of members that cannot be reached: a wait for them would last until its timeout."""
+        links, now = self.links, self.runtime.now()
+        if links is None:
+            return
+        for wait in list(self._waits.values()):
+            if wait.break_off is not None and now - wait.since >= links.timeout_s:
+                links.start(rank for rank in wait.members if rank not in self.dead)
+        for rank in links.poll():
+            logger.warning("rank %d cannot reach rank %d: %s", self.rank, rank, links.unreachable[rank])
 
     def _search(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
         """Read the other ranks' records until it is clear which are alive, and find the cause."""

@@ -316,6 +316,11 @@ class Mailbox:
                 receive.finish()
             self._changed.set()
 
+    @property
+    def closed(self) -> bool:
+        """Whether every receive fails."""
+        return self._closed_error is not None
+
     def event_of(self, posted: PostedReceive) -> Event | None:
         """The event to wait on for a receive; None if it is done."""
         with self._lock:

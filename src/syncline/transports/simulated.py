@@ -538,6 +538,15 @@ class SimulatedConnector:
         network = self.network
         return {rank: network.end_of(rank) for rank in {**network.declared, **network.gone} if network.broken(rank)}
 
+    def unreachable(self) -> dict[int, str]:
+        now, faults = self.network.simulator.now, self.network.faults
+        cuts = [fault for fault in faults if isinstance(fault, Partition)]
+        return {
+            rank: "no message passes between the two"
+            for rank in range(self.network.size)
+            if any(cut.separates(self.member, rank, now) for cut in cuts)
+        }
+
     def connect(self, members: tuple[int, ...], number: int) -> Transport:
         channel = self.network.channel(("team", number, members))
         return SimulatedTransport(self.network, members, self.member, channel, self.timeout, team=True)

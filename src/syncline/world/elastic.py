@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from syncline.world.world import World
 
 __all__ = [
+    "ELASTIC_ENGINES",
     "DataPlace",
     "Elastic",
     "ElasticLimits",
@@ -75,6 +76,8 @@ JOIN_VARIABLE = "SYNCLINE_JOIN"
 PROGRESS_KEY = "control/progress"
 RUN_KEY = "control/run"
 """Under it, and the number of a run, is the description of its model, optimizers, strategy and codec."""
+ELASTIC_ENGINES = {"torch_dist": "TorchConnector", "zeromq": "ZmqConnector"}
+"""Transports whose members can change, each with its connector."""
 CHECK_EVERY_S = 0.25
 """Seconds between two checks for newcomers. A check asks the store."""
 REPORT_EVERY_S = 1.0
@@ -213,6 +216,7 @@ class Elastic:
             minimum=limits.minimum,
             maximum=limits.maximum,
             timeout_s=timeout_s,
+            unreachable=connector.unreachable,
         )
         self.team = Team(0, tuple(range(first)))
         self.joining = limits.joins
@@ -797,7 +801,13 @@ class SingleCall(RepeatedCall[T]):
 
 def check_elastic_engine(name: str) -> None:
     """Refuse a transport whose members cannot change."""
-    if name != "torch_dist":
+    if name == "mpi":
         raise UnsupportedError(
-            f'transport={name!r} cannot lose workers: an elastic job runs on "torch_dist"; leave --elastic out'
+            'transport="mpi" cannot lose workers: mpiexec ends all ranks when one of them is lost; an elastic job runs '
+            'on "torch_dist" or "zeromq"'
+        )
+    if name not in ELASTIC_ENGINES:
+        raise UnsupportedError(
+            f'transport={name!r} cannot lose workers: an elastic job runs on "torch_dist" or "zeromq"; leave --elastic '
+            "out"
         )

@@ -25,7 +25,14 @@ from syncline.specs import nearest
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S, check_ranks
 from syncline.transports.key_value_store import KeyValueStore
-from syncline.world.elastic import Elastic, ElasticLimits, TeamListener, check_elastic_engine, read_elastic
+from syncline.world.elastic import (
+    ELASTIC_ENGINES,
+    Elastic,
+    ElasticLimits,
+    TeamListener,
+    check_elastic_engine,
+    read_elastic,
+)
 from syncline.world.group import Group
 from syncline.world.team_channels import Introduction
 
@@ -497,13 +504,14 @@ def _join(options: InitOptions) -> World:
 
 def _join_elastic(options: InitOptions, environment: Environment, limits: ElasticLimits) -> World:
     """Join an elastic job: with the first team, or alone until the team admits this newcomer."""
-    check_elastic_engine(str(options.transport or os.environ.get(TRANSPORT_VARIABLE) or "torch_dist"))
-    torch_dist = importlib.import_module("syncline.transports.torch_dist")
-    connector = torch_dist.TorchConnector(environment, options.timeout, limits.member)
+    name = str(options.transport or os.environ.get(TRANSPORT_VARIABLE) or "torch_dist")
+    check_elastic_engine(name)
+    engine = importlib.import_module(f"syncline.transports.{name}")
+    connector = getattr(engine, ELASTIC_ENGINES[name])(environment, options.timeout, limits.member)
     world = elastic_world(
         Elastic(connector, limits, environment.size, options.timeout), environment, options.check, options.timeout
     )
-    world.engine = "torch_dist"
+    world.engine = name
     return world
 
 

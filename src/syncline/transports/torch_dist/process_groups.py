@@ -90,10 +90,27 @@ class ProcessGroupFactory:
         here = PrefixStore(f"channel/{channel}", self.store)
         if refusal:
             here.set("refused", refusal)
+        self._check_links(here, members)
         here.set(f"here/{rank}", "1")
         _await_keys(here, [f"here/{member}" for member in members], members, self.liveness, self.timeout)
         if here.check(["refused"]):
             raise WorldError(here.get("refused").decode())
+
+    def _check_links(self, here: Store, members: Sequence[int]) -> None:
+        """Raise if the host of a member does not answer: gloo would wait for a connection until its timeout."""
+        links, pause = self.liveness.links, MIN_POLL_S
+        if links is None:
+            return
+        links.start(members)
+        while links.pending:
+            self.liveness.runtime.sleep(pause)
+            pause = min(2 * pause, MAX_POLL_S)
+            links.poll()
+        for member in members:
+            if member in links.unreachable:
+                reason = f"rank {self.liveness.rank} cannot reach rank {member}: {links.unreachable[member]}"
+                here.set("cut", reason)
+                raise RuntimeError(reason)
 
     def groups(self, channel: str, members: Sequence[int], rank: int) -> ChannelGroups:
         """Make the groups of a channel of these members. `rank` is this process's place among them."""
@@ -153,6 +170,8 @@ def _await_keys(store: Store, keys: list[str], members: Sequence[int], liveness:
         gone = [member for member in members if member in liveness.lost()]
         if gone:
             raise RuntimeError(f"rank {gone[0]} is gone")
+        if liveness.links is not None and store.check(["cut"]):
+            raise RuntimeError(store.get("cut").decode())
         if runtime.now() > until:
             raise RuntimeError("timed out: not all members have joined")
         runtime.sleep(pause)

@@ -38,16 +38,19 @@ from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, Syn
 from syncline.runtime import RealRuntime, Task
 from syncline.transports.base import MAX_TAG, Handle, NativeCollectives, Op, Transport, format_bytes
 from syncline.transports.key_value_store import (
+    ELASTIC_WORLD,
     BoundedStore,
     KeyValueStore,
     find_rendezvous,
     first_line,
     listening_address,
     next_world_name,
+    no_launcher_store,
     open_bounded_store,
     open_store,
     program_name,
 )
+from syncline.transports.link_probe import elastic_address, probe_links
 from syncline.transports.liveness import LEFT_WORLD, Liveness, LivenessMonitor, LossReason
 from syncline.transports.messages import (
     HEADER_BYTES,
@@ -69,8 +72,6 @@ __all__ = ["TorchCollectives", "TorchConnector", "TorchTransport", "WorkHandle",
 
 logger = logging.getLogger("syncline")
 
-ELASTIC_WORLD = "syncline/elastic"
-"""The prefix of the keys of an elastic job's world. There is one, whenever a member joins it."""
 FOREVER = timedelta(days=3650)
 """A timeout that is never reached: torch has no infinite one."""
 
@@ -545,17 +546,19 @@ class TorchConnector:
         self.member, self.timeout = member, timeout
         rendezvous = find_rendezvous(environment)
         if not rendezvous.hosted:
-            raise WorldError(
-                f"an elastic job needs the store of `syncline run --elastic`, and {environment.source} serves none: "
-                "the store must survive the loss of any worker"
-            )
+            raise WorldError(no_launcher_store(environment))
         store = open_store(environment, rendezvous, timeout)
-        self.factory, bounded = _make_factory(environment, rendezvous, store, timeout, ELASTIC_WORLD, member)
+        address = elastic_address(rendezvous)
+        self.factory, bounded = _make_factory(rendezvous, store, timeout, ELASTIC_WORLD, address, environment, member)
         self.runtime = self.factory.liveness.runtime
         self.store: KeyValueStore = bounded.prefixed("syncline")
 
     def lost(self) -> dict[int, str]:
         return self.factory.liveness.read_lost()
+
+    def unreachable(self) -> dict[int, str]:
+        links = self.factory.liveness.links
+        return {} if links is None else dict(links.unreachable)
 
     def connect(self, members: tuple[int, ...], number: int) -> Transport:
         self.factory.liveness.follow(members)
@@ -568,18 +571,20 @@ class TorchConnector:
 
 
 def _make_factory(
-    environment: Environment,
     rendezvous: Rendezvous,
     store: TCPStore,
     timeout: float,
     name: str,
+    address: str,
+    environment: Environment,
     member: int | None = None,
 ) -> tuple[ProcessGroupFactory, BoundedStore]:
     """The factory of a world's channels, with heartbeats. `member`: the number of this process in an elastic job."""
     runtime = RealRuntime()
     bounded_store = open_bounded_store(rendezvous, store, runtime, timeout)
+    records = bounded_store.prefixed(name)
     liveness = Liveness(
-        bounded_store.prefixed(name),
+        records,
         bounded_store,
         rank=environment.rank if member is None else member,
         size=environment.size,
@@ -587,8 +592,8 @@ def _make_factory(
         host_rank=None if rendezvous.hosted else 0,
         program=program_name(),
         elastic=member is not None,
+        links=None if member is None else probe_links(records, member, address, runtime),
     )
-    address = listening_address(rendezvous.address, environment.on_one_host)
     control_store = bounded_store.prefixed(f"{name}/control")
     factory = ProcessGroupFactory(PrefixStore(name, store), liveness, timeout, address, control_store)
     return factory, bounded_store
@@ -601,7 +606,8 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
     name = next_world_name(store, environment.rank)
     prefix = PrefixStore(name, store)
     prefix.set(f"here/{environment.rank}", "1")
-    factory, _ = _make_factory(environment, rendezvous, store, timeout, name)
+    address = listening_address(rendezvous.address, environment.on_one_host)
+    factory, _ = _make_factory(rendezvous, store, timeout, name, address, environment)
     liveness = factory.liveness
     try:
         return TorchTransport(factory, tuple(range(environment.size)), environment.rank)

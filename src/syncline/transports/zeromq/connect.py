@@ -11,25 +11,33 @@ from torch._C._distributed_c10d import TCPStore
 from syncline.environment import Environment, Rendezvous
 from syncline.environment.lost_after import lost_after
 from syncline.errors import WorldError
-from syncline.runtime import RealRuntime
+from syncline.runtime import RealRuntime, Runtime
+from syncline.transports.base import Transport
 from syncline.transports.key_value_store import (
+    ELASTIC_WORLD,
+    KeyValueStore,
     find_rendezvous,
     first_line,
     listening_address,
     next_world_name,
+    no_launcher_store,
     open_bounded_store,
     open_store,
     program_name,
 )
+from syncline.transports.link_probe import elastic_address, probe_links
 from syncline.transports.liveness import Liveness
+from syncline.transports.single import SingleTransport
 from syncline.transports.zeromq.membership import KEY_VARIABLE, MembershipLog, choose_key
 from syncline.transports.zeromq.node import Node
-from syncline.transports.zeromq.transport import ZmqTransport
+from syncline.transports.zeromq.transport import ZmqTeamTransport, ZmqTransport
 
-__all__ = ["connect", "join"]
+__all__ = ["ZmqConnector", "connect", "join"]
 
 LAUNCHER_TIMEOUT_FACTOR = 3
 """The timeout for silent peers is this many times longer if `syncline run` watches the processes."""
+MAX_CLOSE_WAIT_S = 5.0
+"""Seconds for which a member of an elastic job that leaves waits until the others have taken its messages."""
 MIN_POLL_S, MAX_POLL_S = 0.02, 0.2
 """Seconds between two checks for ranks that have not joined yet: at first, and at most."""
 
@@ -185,3 +193,58 @@ def _raise_if_ended(node: Node, environment: Environment, missing: list[int]) ->
             f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: "
             f"{membership.name_of(rank)} has ended before all had joined: {reason}"
         )
+
+
+class ZmqConnector:
+    """Makes the channels of the teams of an elastic job, all on the sockets of one node.
+
+    A change of the team opens no connection between members that stay. The connection to a newcomer is opened while
+    its first messages wait.
+    """
+
+    def __init__(self, environment: Environment, timeout: float, member: int, key: str | None = None) -> None:
+        self.member, self.timeout = member, timeout
+        place = find_rendezvous(environment)
+        if not place.hosted:
+            raise WorldError(no_launcher_store(environment))
+        address = elastic_address(place)
+        key = choose_key(address, key)
+        self.runtime: Runtime = RealRuntime()
+        ours = open_bounded_store(place, open_store(environment, place, timeout), self.runtime, timeout)
+        self.store: KeyValueStore = ours.prefixed("syncline")
+        records = ours.prefixed(f"{ELASTIC_WORLD}/zeromq")
+
+        def make_liveness(rank: int) -> Liveness:
+            links = probe_links(records, rank, address, self.runtime)
+            return Liveness(records, ours, rank, 0, self.runtime, program=program_name(), elastic=True, links=links)
+
+        self._node = Node(
+            self.runtime,
+            MembershipLog(records, ours, key, self.runtime, trusts_launcher=True),
+            key,
+            address,
+            make_liveness,
+            ours.prefixed(f"{ELASTIC_WORLD}/control"),
+            launched=True,
+            elastic=True,
+        )
+        with _closing_on_error(self._node):
+            self._node.join(member)
+
+    def lost(self) -> dict[int, str]:
+        return self._node.liveness.read_lost()
+
+    def unreachable(self) -> dict[int, str]:
+        links = self._node.liveness.links
+        return {**self._node.broken_links, **({} if links is None else links.unreachable)}
+
+    def connect(self, members: tuple[int, ...], number: int) -> Transport:
+        self._node.liveness.follow(members)
+        if len(members) == 1:
+            return SingleTransport(self.runtime, self.timeout)
+        channel = ZmqTeamTransport(self._node, members, self.timeout, number)
+        channel.monitor.watch(range(len(members)))
+        return channel
+
+    def close(self) -> None:
+        self._node.close(min(self.timeout, MAX_CLOSE_WAIT_S))

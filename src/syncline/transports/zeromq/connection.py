@@ -34,10 +34,10 @@ from syncline.errors import ProtocolError
 from syncline.runtime import Event, Runtime
 from syncline.transports.messages import Mailbox, MessageHeader, PostedReceive, pack_header, peer_lost_error
 
-__all__ = ["FRAME_KINDS", "GOODBYE", "PING", "OutgoingMessage", "PeerConnection", "TooManyOffersError"]
+__all__ = ["ABORT", "FRAME_KINDS", "GOODBYE", "PING", "OutgoingMessage", "PeerConnection", "TooManyOffersError"]
 
-EAGER, OFFER, ACCEPT, PART, DONE, CREDIT, PING, GOODBYE, ABANDONED = range(16, 25)
-FRAME_KINDS = frozenset(range(16, 25))
+EAGER, OFFER, ACCEPT, PART, DONE, CREDIT, PING, GOODBYE, ABANDONED, ABORT = range(16, 26)
+FRAME_KINDS = frozenset(range(16, 26))
 
 MAX_EAGER_BYTES = 1 << 16
 """Largest message that is sent with its header."""
@@ -89,7 +89,8 @@ class TooManyOffersError(Exception):
 class _IncomingMessage:
     """A large message on its way into a receive's buffer."""
 
-    def __init__(self, posted: PostedReceive, nbytes: int) -> None:
+    def __init__(self, posted: PostedReceive, nbytes: int, channel: int) -> None:
+        self.channel = channel
         self.posted = posted
         self.place: Any = posted.data.numpy()
         self.nbytes = nbytes
@@ -117,6 +118,8 @@ class PeerConnection:
         self._emit = emit
         self._mailbox = mailbox
         self._lock = runtime.lock()
+        self._writing = runtime.lock(short=True)
+        """Held while bytes are written into the buffer of a receive."""
         self._next_offer = 0
         self.sent = [0, 0]  # messages and bytes sent eagerly
         self.credit = [CREDIT_MESSAGES, CREDIT_BYTES]  # the counts up to which the peer has granted credit
@@ -184,20 +187,42 @@ class PeerConnection:
     def _oldest(self) -> OutgoingMessage | None:
         return next((outgoing for outgoing in self.offers.values() if not outgoing.done), None)
 
-    def abandon(self, channel: int, error: str) -> None:
-        """Abandon the messages of a channel that the peer has not taken. They stay offered: the peer may answer."""
+    def abandon(
+        self, channel: int, error: str, receive_error: Callable[[PostedReceive], Exception] | None = None
+    ) -> None:
+        """Abandon the messages of a channel that the peer has not taken. They stay offered: the peer may answer.
+
+        With `receive_error`, the receives end too whose messages arrive in parts. Further parts are discarded.
+        """
         with self._lock:
             for outgoing in self.offers.values():
                 if outgoing.channel == channel and not outgoing.done:
                     outgoing.finish(error)
+            for incoming in self.incoming.values() if receive_error is not None else ():
+                if incoming.channel == channel and not incoming.posted.done:
+                    self._fail(incoming, receive_error)
 
-    def send_control(self, kind: int) -> None:
-        """Send a frame without content: PING or GOODBYE."""
+    def _fail(self, incoming: _IncomingMessage, error: Callable[[PostedReceive], Exception] | None) -> None:
+        """End a receive whose message arrives in parts. Nothing is written into its buffer any more."""
+        assert error is not None
+        posted = incoming.posted
+        with self._writing:
+            posted.abandoned = True
+        posted.error = error(posted)
+        posted.finish()
+
+    def send_control(self, kind: int, channel: int = 0) -> None:
+        """Send a frame without content: PING or GOODBYE, or ABORT for a channel."""
         with self._lock:
-            self._send_frame(kind)
+            self._send_frame(kind, channel=channel)
 
-    def _send_frame(self, kind: int, number: int = 0, length: int = 0, part: Any = None) -> None:
-        header = pack_header(self._me, 0, length, number, kind)
+    def close(self, release: Callable[[], None]) -> None:
+        """Release the socket of a peer that is lost, while no other thread sends on it."""
+        with self._lock:
+            release()
+
+    def _send_frame(self, kind: int, number: int = 0, length: int = 0, part: Any = None, channel: int = 0) -> None:
+        header = pack_header(self._me, 0, length, number, kind, channel)
         with suppress(ConnectionError):  # the node's monitor reports the end of the connection
             self._emit((header,) if part is None else (header, part))
 
@@ -259,7 +284,7 @@ class PeerConnection:
                     posted.error = self._loss(posted)
                     posted.finish()
                     return
-                incoming = self.incoming[number] = _IncomingMessage(posted, nbytes)
+                incoming = self.incoming[number] = _IncomingMessage(posted, nbytes, header.channel)
                 incoming.accepted = min(nbytes, MAX_INFLIGHT_BYTES)
                 if nbytes:
                     self._send_frame(ACCEPT, number, incoming.accepted)
@@ -293,8 +318,9 @@ class PeerConnection:
             first, after = incoming.received, incoming.received + header.length
             if after > incoming.accepted:
                 raise self._broken(f"more of message {header.number} than was accepted")
-        if not incoming.posted.abandoned:
-            np.copyto(incoming.place[first:after], np.frombuffer(body, np.uint8))
+        with self._writing:
+            if not incoming.posted.abandoned:
+                np.copyto(incoming.place[first:after], np.frombuffer(body, np.uint8))
         with self._lock:
             incoming.received = after
             if after == incoming.nbytes:
@@ -305,7 +331,8 @@ class PeerConnection:
 
     def _complete(self, number: int, incoming: _IncomingMessage) -> None:
         del self.incoming[number]
-        incoming.posted.finish()
+        if not incoming.posted.done:
+            incoming.posted.finish()
         self._send_frame(DONE, number)
 
     def _receive_done(self, header: MessageHeader, body: Any) -> None:
@@ -321,16 +348,12 @@ class PeerConnection:
             incoming = self.incoming.pop(header.number, None)
             if incoming is None:
                 raise self._broken(f"it gives up message {header.number}, which was not accepted")
-            incoming.posted.error = peer_lost_error(
-                f"rank {self._me}",
-                self.peer,
-                f"rank {self.peer}",
-                f"a message (tag {incoming.posted.tag})",
-                0.0,
-                "it has given the message up",
-            )
-            incoming.posted.finish()
             self._send_frame(DONE, header.number)
+            posted = incoming.posted
+            if not posted.done:
+                pending, reason = f"a message (tag {posted.tag})", "it has given the message up"
+                posted.error = peer_lost_error(f"rank {self._me}", self.peer, f"rank {self.peer}", pending, 0.0, reason)
+                posted.finish()
 
     def _broken(self, reason: str) -> ProtocolError:
         return ProtocolError(f"rank {self.peer} broke the protocol: {reason}", peer=self.peer)
@@ -344,8 +367,8 @@ class PeerConnection:
                     outgoing.finish(self.gone)
             self.offers.clear()
             for incoming in self.incoming.values():
-                incoming.posted.error = error(incoming.posted)
-                incoming.posted.finish()
+                if not incoming.posted.done:
+                    self._fail(incoming, error)
             self.incoming.clear()
 
 

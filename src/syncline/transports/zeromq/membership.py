@@ -3,7 +3,7 @@
 The log only grows: `version` counts its entries, and `log/1`, `log/2`, … hold them. With a key every entry is signed,
 so that an unknown process that reaches the store can neither join nor remove a member. It can waste numbers and so keep
 others from joining. The launcher's records of dead processes are not signed: with a key they are only hints, which the
-node compares with the messages that it receives.
+node compares with the messages that it receives. In an elastic job they count, as in the forming of its teams.
 
 All nodes of a world share one CURVE key pair. The launcher distributes its secret half. libzmq refuses a connection
 that cannot prove that it has the key before it reads any byte of it, and encrypts all others.
@@ -69,7 +69,10 @@ class MembershipLog:
         key: str | None,
         runtime: Runtime,
         name_of: Callable[[int], str] = "rank {}".format,
+        trusts_launcher: bool = False,
     ) -> None:
+        self._trusts_launcher = trusts_launcher or key is None
+        """Whether the launcher's records of dead processes count although they are not signed."""
         self._name_of = name_of
         self.store = store
         self.launcher = launcher
@@ -216,7 +219,7 @@ class MembershipLog:
         state = (count, len(self.members))  # a record of a new member may be older than the member's entry
         if count and state != self.deaths_read:
             for rank, reason in self.deaths_of(rank for rank in list(self.members) if rank not in self.gone).items():
-                if self._key is None:
+                if self._trusts_launcher:
                     entries.append(MemberEntry("lost", rank, reason=reason))
                 else:
                     self.hints.setdefault(rank, (self._runtime.now(), reason))

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import zmq
@@ -34,7 +35,7 @@ from syncline.transports.messages import (
     WarningLog,
     peer_lost_error,
 )
-from syncline.transports.zeromq.connection import FRAME_KINDS, GOODBYE, PART, PART_BYTES, PING, PeerConnection
+from syncline.transports.zeromq.connection import ABORT, FRAME_KINDS, GOODBYE, PART, PART_BYTES, PING, PeerConnection
 from syncline.transports.zeromq.membership import CurveSecurity, MemberEntry, MembershipLog
 
 __all__ = ["Frame", "IOLoop", "Node", "UnverifiedFrames", "Waitable"]
@@ -50,6 +51,11 @@ MAX_LOOP_GAP_S = 2.0
 """After a longer gap in its loop this process was suspended itself; that time does not count as a peer's silence."""
 BROKEN_AFTER_S = 0.5
 """Seconds of silence between a broken connection and the loss: messages and a goodbye may still be on the way."""
+ELASTIC_BROKEN_AFTER_S = 0.05
+"""The same in an elastic job, whose members leave only when all have what they sent."""
+ELASTIC_CHECK_EVERY_S = 0.05
+"""Interval in seconds between checks for broken connections in an elastic job."""
+ABORTED = "the channel was given up"
 HINT_LOST_AFTER_S = 2.0
 """Seconds of silence after which a peer is lost if an unsigned record says that it has ended."""
 UNHEARD_HEARTBEATS = 6
@@ -286,9 +292,14 @@ class Node:
         control_store: KeyValueStore,
         lost_after_s: float = math.inf,
         launched: bool = False,
+        elastic: bool = False,
     ) -> None:
         self.runtime = runtime
         self.membership = membership
+        self.elastic = elastic
+        """Whether the members form teams. Then the teams decide who is lost, and not the membership log."""
+        self.broken_links: dict[int, str] = {}
+        """In an elastic job: members whose connection to this one broke, each with the reason."""
         self.control_store = control_store
         """The store of the world's control channels. It lives as long as the membership log."""
         self.lost_after_s = lost_after_s
@@ -308,7 +319,7 @@ class Node:
         self._router.rcvhwm = MAX_UNREAD_FRAMES
         self._router.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + HEADER_BYTES)
         self._router.linger = 0
-        self._router.rcvtimeo = int(1000 * CHECK_PEERS_EVERY_S)
+        self._router.rcvtimeo = int(1000 * (ELASTIC_CHECK_EVERY_S if elastic else CHECK_PEERS_EVERY_S))
         self._security.configure_server(self._router)
         self.endpoint = f"tcp://{address}:{self._router.bind_to_random_port(f'tcp://{address}')}"
         self._incarnation = os.urandom(8)
@@ -331,7 +342,7 @@ class Node:
         self._wake_socket.setsockopt(zmq.ROUTING_ID, self._wake_id)
         self._router.bind("inproc://wake")
         self._wake_socket.connect("inproc://wake")
-        self._next_check = 0.0
+        self._next_check = self._next_connection_check = 0.0
         self.next_ping = 0.0
         self.task: Any = None
 
@@ -378,11 +389,22 @@ class Node:
         mailbox.close(_channel_closed)
         self.wake()
 
-    def abandon(self, channel: int, reason: str) -> None:
-        """Abandon the messages of a channel that were sent and not taken."""
+    def abandon(
+        self, channel: int, reason: str, receive_error: Callable[[PostedReceive], Exception] | None = None
+    ) -> None:
+        """Abandon the messages of a channel that were sent and not taken, and the receives that are in progress."""
         for peer in list(self.peers.values()):
-            peer.connection.abandon(channel, reason)
+            peer.connection.abandon(channel, reason, receive_error)
         self.wake()
+
+    def abort_channel(self, channel: int) -> None:
+        """End every wait on a channel of a team, now and later: a member forms another team."""
+
+        def error(posted: PostedReceive) -> Exception:
+            return self.peer_lost(None, ABORTED, f"a message (tag {posted.tag})", seconds=0.0)
+
+        self.mailbox(channel).close(error)
+        self.abandon(channel, ABORTED, error)
 
     # Peers.
 
@@ -556,11 +578,14 @@ class Node:
                 raise ProtocolError(f"rank {connection.peer} sent {extra} frames too many", peer=connection.peer)
             if header.kind == GOODBYE:
                 self.lose(connection.peer, "it has left")
+            elif header.kind == ABORT:
+                self.abort_channel(header.channel)
             elif header.kind != PING:
                 connection.receive(header, content[HEADER_BYTES:] if body is None else body)
         except ProtocolError as error:
             logger.warning("rank %d drops all messages of rank %d from now on: %s", self.rank, connection.peer, error)
             self.verified[identity] = None
+            self.broken_links[connection.peer] = str(error)
             self.lose(connection.peer, str(error), error)
 
     # Which peers are present.
@@ -569,6 +594,20 @@ class Node:
         if now >= self._next_check:
             self._next_check = now + CHECK_PEERS_EVERY_S
             self.check_peers(now)
+        elif self.elastic and now >= self._next_connection_check:
+            self._next_connection_check = now + ELASTIC_CHECK_EVERY_S
+            self._check_connections(now)
+
+    def _check_connections(self, now: float) -> None:
+        """In an elastic job: find broken connections between two checks, and release those of lost peers."""
+        for rank, peer in list(self.peers.items()):
+            if not peer.connection.gone:
+                self._check_peer(rank, peer, now, ping=False)
+            elif self.membership.gone.get(rank):
+                del self.peers[rank]
+                peer.connection.close(partial(_release, peer))
+                for identity in [name for name, known in list(self.verified.items()) if known is peer]:
+                    self.verified[identity] = None
 
     def check_peers(self, now: float) -> None:
         """Read the news of the membership log, send pings, and find the peers that are lost."""
@@ -581,7 +620,8 @@ class Node:
                 self._fail(f"the others have declared this rank lost: {entry.reason}")
             elif entry.kind == "lost":
                 lost = f"{self.name(entry.rank)} is lost: {entry.reason}"
-                logger.warning("%s: the membership log reports that %s", self.name(), lost)
+                level = logging.INFO if self.elastic else logging.WARNING  # the launcher has said so too
+                logger.log(level, "%s: the membership log reports that %s", self.name(), lost)
                 if entry.rank in self.peers:
                     self.lose(entry.rank, entry.reason)
         for rank in list(self.membership.hints):
@@ -613,7 +653,8 @@ class Node:
         if peer.broken_at is None and peer.monitor.poll(0):
             peer.broken_at = now
         hinted_at, hint = self.membership.hints.get(rank, (now, ""))
-        if peer.broken_at is not None and now - max(peer.broken_at, peer.heard) > BROKEN_AFTER_S:
+        broken_after_s = ELASTIC_BROKEN_AFTER_S if self.elastic else BROKEN_AFTER_S
+        if peer.broken_at is not None and now - max(peer.broken_at, peer.heard) > broken_after_s:
             self.announce_loss(rank, self.membership.gone.get(rank) or hint or "its connection broke")
         elif hint and now - max(hinted_at, peer.heard) > HINT_LOST_AFTER_S:
             self.announce_loss(rank, hint)
@@ -641,7 +682,9 @@ class Node:
 
     def announce_loss(self, rank: int, reason: str) -> None:
         """Lose a peer, and post it so that all ranks name the same one."""
-        if rank in self.membership.gone:
+        if self.elastic:  # the next team decides who continues
+            self.broken_links[rank] = reason
+        if rank in self.membership.gone or self.elastic:
             self.lose(rank, reason)
             return
         self.membership.lose(rank, reason)  # first: callers that get the error ask which ranks are gone
@@ -699,9 +742,7 @@ class Node:
             self._liveness.close()
         self.membership.close()
         for peer in self.peers.values():
-            peer.socket.disable_monitor()
-            peer.monitor.close(0)
-            peer.socket.close(int(1000 * LINGER_S))
+            _release(peer, LINGER_S)
         with self._wake_lock:
             self._wake_socket.close(0)
         self._router.close(0)
@@ -711,3 +752,10 @@ class Node:
 
 def _channel_closed(posted: PostedReceive) -> Exception:
     return WorldError(f"this channel is closed: no message arrives for tag {posted.tag} any more")
+
+
+def _release(peer: _Peer, linger_s: float = 0.0) -> None:
+    """Close the sockets of a peer."""
+    peer.socket.disable_monitor()
+    peer.monitor.close(0)
+    peer.socket.close(int(1000 * linger_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from syncline.errors import IncompatibleError, PeerLostError, WorldError
+from syncline.errors import IncompatibleError, PeerLostError, SynclineError, WorldError
 from syncline.transports.base import (
     MAX_TAG,
     BytesHandle,
@@ -26,12 +26,11 @@ from syncline.transports.base import (
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.liveness import Liveness, LivenessMonitor, LossReason
 from syncline.transports.messages import ArrivedMessage, CompletedHandle, Mailbox, PostedReceive, tag_name
-from syncline.transports.zeromq.connection import OutgoingMessage, PeerConnection, TooManyOffersError
-from syncline.transports.zeromq.node import Node, Waitable
+from syncline.transports.zeromq.connection import ABORT, OutgoingMessage, PeerConnection, TooManyOffersError
+from syncline.transports.zeromq.node import ABORTED, Node, Waitable
 
-__all__ = ["ZmqTransport"]
+__all__ = ["ZmqTeamTransport", "ZmqTransport"]
 
-ABORTED = "the channel was given up"
 LATE_MESSAGE = "it has not come within the timeout"
 EMPTY_BUFFER = torch.empty(0, dtype=torch.uint8)
 EMPTY_DATA = memoryview(b"")
@@ -45,13 +44,17 @@ class ZmqTransport(Transport):
 
     name = "zeromq"
 
-    def __init__(self, node: Node, members: tuple[int, ...], timeout: float, channel: str = "0") -> None:
+    def __init__(
+        self, node: Node, members: tuple[int, ...], timeout: float, channel: str = "0", number: int | None = None
+    ) -> None:
+        """`number` is that of the channel in the header; by default a checksum of its name."""
         super().__init__(members.index(node.rank), len(members), node.runtime, timeout, members)
         self.node = node
         self._channel = channel
-        self.channel_number = 0 if channel == "0" else zlib.crc32(channel.encode()) or 1
+        checksum = 0 if channel == "0" else zlib.crc32(channel.encode()) or 1
+        self.channel_number = checksum if number is None else number
         self._mailbox: Mailbox = node.mailbox(self.channel_number)
-        self._splits = count(1)
+        self._splits: Iterator[int] = count(1)
         self._root = channel == "0"
         self._closed = False
         self._aborted = False
@@ -80,11 +83,11 @@ class ZmqTransport(Transport):
 
     def _send_over(self, connection: PeerConnection, tag: int, data: Tensor, to: int) -> OutgoingMessage | None:
         while True:
-            if self._aborted:
+            if self._has_ended:
                 raise self.aborted_error(self.describe_send(to, data.numel()))
             try:
                 outgoing = connection.send(self.channel_number, tag, data)
-                if self._aborted:  # aborted between the two: no other thread abandons this message
+                if self._has_ended:  # aborted between the two: no other thread abandons this message
                     self.node.abandon(self.channel_number, ABORTED)
                 return outgoing
             except TooManyOffersError as crowd:
@@ -98,7 +101,7 @@ class ZmqTransport(Transport):
         if not (0 <= to < self.size and 0 <= tag < MAX_TAG):
             self._check(to, "to", tag)
         rank = to if self._root else self.members[to]
-        if rank != self.node.rank and not self._aborted:
+        if rank != self.node.rank and not self._has_ended:
             nbytes = sum(map(len, parts))
             try:
                 if self.node.connection(rank).send_eager(self.channel_number, tag, parts, nbytes):
@@ -229,15 +232,24 @@ class ZmqTransport(Transport):
             return f"everyone it could come from is gone: {named}"
         return f"{LATE_MESSAGE}; of {len(others)} it could come from {len(gone)} are gone: {named}"
 
-    def aborted_error(self, pending: str) -> WorldError:
+    def aborted_error(self, pending: str) -> SynclineError:
         """The error of an operation that was in progress when the channel was aborted."""
         return WorldError(f"{ABORTED} while rank {self.node.rank} waited for {pending}")
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the channel carries nothing more."""
+        return self._aborted
 
     def abort(self) -> None:
         """Break every receive and every send on this channel. It carries nothing more."""
         self._aborted = True
-        self._mailbox.close(lambda posted: WorldError(f"{ABORTED} while tag {posted.tag} was awaited"))
-        self.node.abandon(self.channel_number, ABORTED)
+
+        def error(posted: PostedReceive) -> Exception:
+            return WorldError(f"{ABORTED} while tag {posted.tag} was awaited")
+
+        self._mailbox.close(error)
+        self.node.abandon(self.channel_number, ABORTED, error)
 
     def close(self) -> None:
         if self._closed:
@@ -247,6 +259,87 @@ class ZmqTransport(Transport):
         if self._root:
             self.node.close(min(self.timeout, MAX_CLOSE_WAIT_S))
         else:
+            self.node.close_channel(self.channel_number)
+
+
+MAX_TEAM_CHANNELS = 1 << 12
+"""Channels of one team: its own and its splits."""
+
+
+class ZmqTeamTransport(ZmqTransport):
+    """The channel of one team of an elastic job, or a split of it: any member ends it for all.
+
+    Messages of all teams pass the same sockets. The number of the channel tells them apart, so that late messages of
+    an earlier team, and of a member that is not in the team, are discarded::
+
+        1 bit: prepared in advance | 19 bits: number of the team | 12 bits: 0, or the number of the split
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        members: tuple[int, ...],
+        timeout: float,
+        team: int,
+        split: int = 0,
+        splits: Iterator[int] | None = None,
+    ) -> None:
+        if split >= MAX_TEAM_CHANNELS:
+            raise WorldError(f"a team has at most {MAX_TEAM_CHANNELS} channels on ZeroMQ: make fewer groups")
+        self._team = team
+        number = (team >> 32 & 1) << 31 | team % (1 << 19) * MAX_TEAM_CHANNELS | split
+        super().__init__(node, members, timeout, f"team{team}.{split}", number)
+        self._splits = splits or count(1)
+
+    def _split(self, members: tuple[int, ...]) -> Transport | None:
+        number = next(self._splits)
+        if self.rank not in members:
+            return None
+        chosen = tuple(self.members[rank] for rank in members)
+        return ZmqTeamTransport(self.node, chosen, self.timeout, self._team, number, self._splits)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._mailbox.closed  # by this member or another one
+
+    def abort(self) -> None:
+        """Break every wait on this channel, here and at the other members. A second call does nothing."""
+        if self._aborted:
+            return
+        self._aborted = True
+        self.node.abort_channel(self.channel_number)
+        for member in self.members:
+            peer = self.node.peers.get(member)
+            if peer is not None and not peer.connection.gone:
+                peer.connection.send_control(ABORT, self.channel_number)
+
+    def aborted_error(self, pending: str) -> SynclineError:
+        return self.node.peer_lost(None, ABORTED, pending, 0.0)
+
+    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+        """The error names a member that is known to be lost, without a search: the next team decides who is.
+
+        A failed wait ends the channel: the others must not take a message of the next operation for one of this.
+        """
+        self.abort()
+        if self.node.failed:
+            return WorldError(f"{self.node.name()} cannot continue: {self.node.failed}")
+        suspects = self.members if peer is None else (self.members[peer],)
+        found = ((member, reason) for member in suspects if (reason := self.node.gone(member)))
+        member, reason = next(found, (None if peer is None else self.members[peer], "no answer"))
+        return self.node.peer_lost(member, str(cause or reason), pending, seconds)
+
+    def explain(self, error: Exception, peer: int | None, pending: str) -> Exception:
+        failure = self.failure(peer, pending, 0.0, error)
+        return failure if self.node.failed else error
+
+    def lost(self) -> dict[int, str]:
+        return self.node.liveness.lost()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.node.liveness.forget(self._channel)
             self.node.close_channel(self.channel_number)
 
 

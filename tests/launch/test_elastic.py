@@ -271,12 +271,16 @@ def test_training_continues_and_a_restarted_worker_joins(runs: Runs, transport: 
     assert "team 3 continues with 3 workers (members [0, 2, 3])" in run.err
 
 
-LEAVING = TRAINING.replace(
-    """            os.kill(os.getpid(), 9)
+LEAVING = (
+    TRAINING.replace(
+        """            os.kill(os.getpid(), 9)
 """,
-    """            os.kill(os.getpid(), SIGNAL)
+        """            os.kill(os.getpid(), SIGNAL)
 """,
-).replace("joined = int(", "joined = steps > 60 or int(")
+    )
+    .replace("joined = int(", "joined = steps > 60 or int(")
+    .replace("STRATEGY", '"allreduce"')
+)
 
 
 def test_preempted_worker_leaves_between_two_steps(runs: Runs) -> None:

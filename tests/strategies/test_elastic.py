@@ -140,7 +140,8 @@ def survive_cut(strategy: str) -> Callable[[int], None]:
         draw = random.Random(seed)
         group = tuple(draw.sample(range(WORKERS), draw.randint(1, 2)))
         start = draw.uniform(0, 0.15)
-        cut = Partition(group, start, draw.choice([start + 0.02, start + 6.0, math.inf]))
+        others = tuple(member for member in range(WORKERS) if member not in group)  # all reach the store
+        cut = Partition(group, start, draw.choice([start + 0.02, start + 6.0, math.inf]), others)
         found = sl.simulate(
             lambda world: train(world, strategy, None, 48, {}),
             WORKERS,

@@ -119,7 +119,7 @@ def test_channel_with_a_member_that_is_lost_before_it_has_an_address_is_given_up
         asked.append(len(asked))
         return {1: "it was killed by signal 9 (SIGKILL)"} if len(asked) > 2 else {}
 
-    liveness: Any = SimpleNamespace(elastic=True, runtime=RealRuntime(), lost=lost)
+    liveness: Any = SimpleNamespace(elastic=True, runtime=RealRuntime(), lost=lost, links=None)
     unused: Any = None
     factory = ProcessGroupFactory(HashStore(), liveness, TEST_TIMEOUT_S, "127.0.0.1", unused)
     with pytest.raises(RuntimeError, match="rank 1 is gone"):

@@ -145,6 +145,8 @@ class Readers:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
+        self.changes = 0
+        """How often the number of workers has changed."""
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._positions: dict[str, Mapping[str, Any]] = {}
         self.enter_at: Callable[[DataPlace], bool] | None = None
@@ -204,6 +206,7 @@ class Readers:
         `settle_uneven`.
         """
         self._rank, self._size = rank, size
+        self.changes += 1
         continues = [reader.regroup(rank, size, lost, steps) for _, reader in self._readers.values()]
         return any(continues)
 

@@ -176,16 +176,19 @@ class UnevenData:
         If the team has changed meanwhile, this worker returns to its loop: data may have been dealt to it.
         """
         run, missed, self.waits = self._run, 0, True
+        changes = run.readers.changes
         run.global_batch_begins()
         try:
             while self._join_round():
                 missed += 1
                 if run.between_steps(missed):
                     missed = 0
+                    # The workers with data find out anew who has how much: some may not expect this one any more.
+                    run.epoch_continues |= run.readers.changes != changes
                     if run.epoch_continues:
                         break
             else:
-                run.catch_up(missed)
+                missed = 0 if run.catch_up(missed) else missed
         finally:
             self.waits = False
         continues, run.epoch_continues = run.epoch_continues, False

@@ -143,6 +143,7 @@ class SimulatedNetwork:
         self._causes: dict[int, int] = {}
         """By rank that ended because another was lost: that other rank."""
         self.killed: set[int] = set()
+        self.ended_well: set[int] = set()
         self._broken: set[int] = set()
         self._out_free = [0.0] * size
         self.in_free = [0.0] * size
@@ -295,10 +296,12 @@ class SimulatedNetwork:
 
         return strike
 
-    def leave(self, rank: int, because_of: int | None = None) -> None:
+    def leave(self, rank: int, because_of: int | None = None, *, failed: bool = True) -> None:
         """End a rank, perhaps because another is lost. Its links break after its messages have arrived."""
         if rank in self.gone:
             return
+        if not failed:
+            self.ended_well.add(rank)
         if because_of is not None:
             self._causes[rank] = because_of
         self.simulator.faulted = True
@@ -332,7 +335,8 @@ class SimulatedNetwork:
         """How a rank has ended."""
         if rank not in self.gone:
             return f"no heartbeat for {LOST_AFTER_S:.3g} s at t={self.declared[rank]:.6g} s"
-        how = "was killed" if rank in self.killed else "ended"
+        how = "was killed" if rank in self.killed else "ended with an exception"
+        how = "ended" if rank in self.ended_well else how
         return f"it {how} at t={self.gone[rank]:.6g} s"
 
     def cause_of(self, rank: int) -> int:

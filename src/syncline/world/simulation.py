@@ -246,7 +246,7 @@ def _start_member(
             raise
     if not world.closed:
         world.elastic_leave()
-    simulated.leave(member)  # as the end of a process closes its connections
+    simulated.leave(member, failed=False)  # as the end of a process closes its connections
     return result
 
 

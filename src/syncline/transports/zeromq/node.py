@@ -89,13 +89,16 @@ class Waitable(Protocol):
 class IOLoop:
     """Decides which thread drives. `read_next` processes one message, True for a wake-up; `wake` sends a wake-up."""
 
-    def __init__(self, runtime: Runtime, read_next: Callable[[], bool], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, runtime: Runtime, read_next: Callable[[], bool], wake: Callable[[], None], check_every_s: float
+    ) -> None:
         self.name = "rank -1"
         """The name of this process in messages. A server or an evaluator is no rank."""
         self.stopped = False
         self._runtime = runtime
         self._read_next = read_next
         self._wake = wake
+        self._check_every_s = check_every_s
         self._lock = runtime.lock()
         self.driver = ""
         self._thread = 0
@@ -199,7 +202,7 @@ class IOLoop:
                 self._runtime.sleep(YIELD_S)
                 continue
             try:
-                while not self.stopped and self._runtime.now() < now + CHECK_PEERS_EVERY_S:
+                while not self.stopped and self._runtime.now() < now + self._check_every_s:
                     if self._read_next():
                         self._last_driven = self._runtime.now()  # a thread wants to drive
                         break
@@ -319,7 +322,8 @@ class Node:
         self._router.rcvhwm = MAX_UNREAD_FRAMES
         self._router.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + HEADER_BYTES)
         self._router.linger = 0
-        self._router.rcvtimeo = int(1000 * (ELASTIC_CHECK_EVERY_S if elastic else CHECK_PEERS_EVERY_S))
+        check_every_s = ELASTIC_CHECK_EVERY_S if elastic else CHECK_PEERS_EVERY_S
+        self._router.rcvtimeo = int(1000 * check_every_s)
         self._security.configure_server(self._router)
         self.endpoint = f"tcp://{address}:{self._router.bind_to_random_port(f'tcp://{address}')}"
         self._incarnation = os.urandom(8)
@@ -333,7 +337,7 @@ class Node:
         self.unverified = UnverifiedFrames()
         self._next_verification = 0.0
         self._lock = runtime.lock()
-        self.loop = IOLoop(runtime, self._read_next, self.wake)
+        self.loop = IOLoop(runtime, self._read_next, self.wake, check_every_s)
         self._on_peer_lost: list[Callable[[int], None]] = []
         self._wake_lock = runtime.lock()
         self._wake_socket = self.context.socket(zmq.DEALER)

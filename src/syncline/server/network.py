@@ -7,6 +7,8 @@ member 0   1   2   3            member 0   1   2   3            member 0   1   2
 server 0   1   2   3            server                 4   5    server 0   1   2   3
 ```
 
+Workers that join an elastic job later have the numbers after these.
+
 The launcher's environment variables give the number of each kind and this process's role.
 """
 
@@ -25,6 +27,7 @@ from syncline.errors import SpecError, WorldError
 from syncline.transports import Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.world import World
+from syncline.world.elastic import read_elastic
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
 
@@ -132,6 +135,24 @@ class ServerNetwork:
     evaluators: tuple[int, ...] = ()
     replicas: int = 1
     """The number of servers that hold each shard."""
+    elastic: bool = False
+    """Whether workers may join later."""
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Workers that join later, as far as their numbers are known before."""
+        first = 1 + max(self.workers + self.servers + self.evaluators)
+        return tuple(range(first, self.transport.size)) if self.elastic else ()
+
+    @property
+    def joins(self) -> bool:
+        """Whether this process is a worker that has joined later."""
+        return self.me not in self.workers + self.servers + self.evaluators
+
+    def is_lost(self, member: int) -> bool:
+        """Whether a member is lost, and has not left by itself."""
+        members = self.transport.members
+        return (members[member] if member < len(members) else member) in self.transport.lost()
 
     def chain(self, server: int) -> tuple[int, ...]:
         """The servers that hold the shard of a server: itself, then the next ones.
@@ -156,17 +177,23 @@ class ServerNetwork:
 
 
 def network_of(
-    transport: Transport, workers: int, servers: int = 0, evaluators: int = 0, replicas: int = 1
+    transport: Transport,
+    workers: int,
+    servers: int = 0,
+    evaluators: int = 0,
+    replicas: int = 1,
+    elastic: bool = False,
 ) -> ServerNetwork:
     """The network on a transport whose members have the order above. Without servers every worker serves.
 
-    `replicas` is the number of servers that hold each shard.
+    `replicas` is the number of servers that hold each shard. `elastic`: workers may join later.
 
     >>> from syncline.transports import SingleTransport
     >>> network_of(SingleTransport(), workers=1).servers
     (0,)
     """
-    if workers < 1 or workers + servers + evaluators != transport.size:
+    known = workers + servers + evaluators
+    if workers < 1 or transport.size < known or (transport.size > known and not elastic):
         raise WorldError(
             f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
             "this transport"
@@ -185,6 +212,7 @@ def network_of(
         dedicated=servers > 0,
         evaluators=tuple(range(end, end + evaluators)),
         replicas=replicas,
+        elastic=elastic,
     )
     clients = (*network.workers, *network.evaluators)
     transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
@@ -213,16 +241,21 @@ def server_network(world: World, replicas: int | None = None) -> ServerNetwork:
 
 
 def _make_network(world: World, replicas: int) -> ServerNetwork:
-    extra = world.transport.extra_roles
+    extra, elastic = world.transport.extra_roles, world.elastic
+    workers = world.size if elastic is None else elastic.launched
     if extra:
         servers = extra.count("server")
         if extra != ("server",) * servers + ("evaluator",) * (len(extra) - servers):
             raise WorldError(f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, no others")
-        return network_of(world.job_channel, world.size, servers, len(extra) - servers, replicas)
+        return network_of(
+            world.job_channel, workers, servers, len(extra) - servers, replicas, elastic=elastic is not None
+        )
     simulated = world.transport.timing.virtual  # the launcher's variables are not about simulated ranks
     roles = Roles() if simulated else read_roles(world.environ)
     if roles.role != "worker":
         return join_network(roles, world.transport.timeout)
+    if elastic is not None and elastic.joining:
+        return _join_as_newcomer(world, roles, elastic.limits.member)
     if not roles.workers_only and roles.workers != world.size:
         raise WorldError(
             f"this world has {world.size} ranks, but {roles.workers} workers were started with {roles.servers} servers "
@@ -238,7 +271,22 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
     environment = detect(world.environ) if roles.workers_only else roles.environment(world.rank)
     transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
     world.count_losses_of(transport)
-    return network_of(transport, world.size, roles.servers, roles.evaluators, roles.replicas)
+    return network_of(
+        transport, world.size, roles.servers, roles.evaluators, roles.replicas, elastic=elastic is not None
+    )
+
+
+def _join_as_newcomer(world: World, roles: Roles, member: int) -> ServerNetwork:
+    """Join the network of a job that trains already. `member` is this process's number in the job."""
+    place = detect(world.environ).rendezvous if roles.rendezvous is None else roles.rendezvous
+    if not roles.servers or place is None:
+        raise WorldError(
+            "a worker joins the strategies of the parameter server only if the servers are processes of their own: "
+            "start the job with syncline run --servers S"
+        )
+    zeromq = importlib.import_module("syncline.transports.zeromq")
+    transport = zeromq.join(place, world.transport.timeout, label=LABEL, name_of=roles.name_of, name=f"rank {member}")
+    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, elastic=True)
 
 
 def join_network(
@@ -253,7 +301,8 @@ def join_network(
     zeromq = importlib.import_module("syncline.transports.zeromq")
     environment = roles.environment()
     transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=join_timeout_s, name_of=roles.name_of)
-    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas)
+    elastic = read_elastic(os.environ) is not None
+    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, elastic=elastic)
 
 
 def import_handlers(environ: Mapping[str, str] | None = None) -> None:

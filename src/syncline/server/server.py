@@ -88,6 +88,9 @@ class Server:
         """By client: requests whose bodies are being received, and those behind them."""
         self._refusals = WarningLog(logger, self._runtime.now)
         self._gone: set[int] = set()
+        self._first_newcomer = 1 + max(network.workers + network.servers + network.evaluators)
+        self._newcomers: set[int] = set()
+        """Workers that have joined later."""
         self._relays: dict[int, Relay] = {}
         self._parent_clients: dict[int, Client] = {}
 
@@ -123,7 +126,7 @@ class Server:
         if self._listening is None:
             # A sub-master is a client of its parent. No server is its own client.
             masters = [each for each in network.servers if each != network.me] if network.dedicated else ()
-            for member in (*network.workers, *network.evaluators, *masters):
+            for member in (*network.workers, *network.newcomers, *network.evaluators, *masters):
                 self._tasks.append(self._runtime.spawn(self._serve_member, member, name=f"server-{member}"))
         return self
 
@@ -143,11 +146,11 @@ class Server:
 
     def join(self) -> None:
         """Return when every worker has left or is lost."""
-        for task in self._tasks[: len(self.network.workers)]:
+        for task in self._tasks[: len(self.network.workers) + len(self.network.newcomers)]:
             task.join()  # without a timeout, which would hide deadlocks from the simulator
         while self._listening is not None:
             with self._lock:
-                if self._closed or self._gone.issuperset(self.network.workers):
+                if self._closed or self._gone.issuperset((*self.network.workers, *self._newcomers)):
                     return
                 self._member_gone.clear()
             self._member_gone.wait(why="the workers to leave")
@@ -208,6 +211,8 @@ class Server:
         """A header has arrived; a short body is with it."""
         if self._closed or member in self._gone:
             return
+        if member >= self._first_newcomer:
+            self._newcomers.add(member)
         record = None
         if self.chains and member in self.network.servers:
             record, data = self._read_record(member, data)
@@ -261,7 +266,7 @@ class Server:
         with self._lock:
             self._gone.add(member)
             self._member_gone.set()
-        self._lose(member, left=self._transport.members[member] not in self._transport.lost())
+        self._lose(member, left=not self.network.is_lost(member))
 
     # Transports without listeners: a task for each client.
 

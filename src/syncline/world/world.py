@@ -524,7 +524,8 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
         elastic.formation.refuse_second_world()
         if elastic.joining:
             alone = replace(environment, rank=0, size=1, local_rank=0, local_size=1)
-            world = World(alone, SingleTransport(connector.runtime, timeout), [environment.host], check)
+            transport = connector.add_roles(SingleTransport(connector.runtime, timeout))
+            world = World(alone, transport, [environment.host], check)
             team = elastic.formation.latest()
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:

@@ -61,24 +61,34 @@ def connect(
         return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 
-def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransport:
-    """Join a running world under the next rank. `place` is the rendezvous of its ranks."""
+def join(
+    place: Rendezvous,
+    timeout: float,
+    key: str | None = None,
+    label: str = "",
+    name_of: Callable[[int], str] = "rank {}".format,
+    name: str = "",
+) -> ZmqTransport:
+    """Join a running world under the next rank. `place` is the rendezvous of its ranks.
+
+    `label` and `name_of` are those of `connect`. `name` is the name of this process as its launcher knows it.
+    """
     environment = Environment(source="a process that joins")
     store = open_store(environment, Rendezvous(place.address, place.port, hosted=True), timeout)
     try:
-        world = store.get("syncline/world").decode()
+        world = store.get(f"syncline/world/{label}" if label else "syncline/world").decode()
     except RuntimeError as error:
         raise WorldError(
             f"no ZeroMQ world is open at {place.address}:{place.port}: its rank 0 starts with "
             f'sl.init(transport="zeromq") ({first_line(error)})'
         ) from error
     one_host = place.address.startswith("127.") or place.address == "localhost"
-    node = _node(store, place, world, timeout, key, one_host)
+    node = _node(store, place, world, timeout, key, one_host, name_of)
     with _closing_on_error(node):
         until = node.runtime.now() + timeout
         _await_members(node, place, until)
         rank = node.membership.next_rank()
-        node.join(rank)
+        node.join(rank, name)
         node.membership.refresh()
         while rank not in node.membership.members:
             if not node.membership.reachable or node.runtime.now() > until:

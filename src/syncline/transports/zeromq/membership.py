@@ -55,6 +55,8 @@ class MemberEntry:
     reason: str = ""
     version: str = field(default="", kw_only=True)
     """The Syncline version of a member that joined."""
+    name: str = field(default="", kw_only=True)
+    """The launcher's name of a member that joined later."""
 
 
 class MembershipLog:
@@ -68,8 +70,7 @@ class MembershipLog:
         runtime: Runtime,
         name_of: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        self.name_of = name_of
-        """The name of a member as its launcher knows it: "rank 3" or "server 0"."""
+        self._name_of = name_of
         self.store = store
         self.launcher = launcher
         self._refusals = WarningLog(logger, runtime.now)
@@ -96,6 +97,11 @@ class MembershipLog:
         """Whether the connection to the store is open. Once broken it stays False."""
         self.answers = True
         """Whether the store answered the last call. It may be cut off, or its process stopped."""
+
+    def name_of(self, rank: int) -> str:
+        """The name of a member as its launcher knows it: "rank 3" or "server 0"."""
+        entry = self.members.get(rank)
+        return entry.name if entry is not None and entry.name else self._name_of(rank)
 
     @property
     def incomplete(self) -> bool:
@@ -251,7 +257,8 @@ class MembershipLog:
             if fields["kind"] not in ("joined", "left", "lost") or not isinstance(fields["rank"], int):
                 raise ValueError("its kind or rank is unknown")
             texts = (str(fields[name]) for name in ("endpoint", "incarnation", "reason"))
-            return MemberEntry(fields["kind"], fields["rank"], *texts, version=str(fields.get("version", "")))
+            more = {key: str(fields.get(key, "")) for key in ("version", "name")}
+            return MemberEntry(fields["kind"], fields["rank"], *texts, **more)
         except (ValueError, KeyError, TypeError) as error:
             self.refused += 1
             self._refusals.warn(f"an entry of the membership log was refused: {error}")

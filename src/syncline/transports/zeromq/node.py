@@ -333,11 +333,12 @@ class Node:
         self.next_ping = 0.0
         self.task: Any = None
 
-    def join(self, rank: int) -> None:
-        """Enter the membership log under a rank and start to serve."""
+    def join(self, rank: int, name: str = "") -> None:
+        """Enter the membership log under a rank and start to serve. `name`: the launcher's name of this process."""
         self.rank = rank
-        self.loop.name = self.name()
-        entry = MemberEntry("joined", rank, self.endpoint, self._incarnation.hex(), version=package_version())
+        self.loop.name = name or self.name()
+        version = package_version()
+        entry = MemberEntry("joined", rank, self.endpoint, self._incarnation.hex(), version=version, name=name)
         self.membership.post(entry)
         self._liveness = self._make_liveness(rank)
         self.task = self.runtime.spawn(self._serve, name="zeromq")

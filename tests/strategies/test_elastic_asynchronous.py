@@ -137,7 +137,8 @@ def survive(strategy: str) -> Callable[[int], None]:
                 assert journal.read[epoch, sample] <= 1 + len(found.killed), (epoch, sample, victims, joins)
         for clocks in journal.clocks.values():
             assert clocks == sorted(clocks)
-        assert all((each.weights < 0).all() for each in results), "every sample has changed the servers' weights"
+        if "easgd" not in strategy:  # local steps since the last exchange are lost with their worker
+            assert all((each.weights < 0).all() for each in results), "every sample has changed the servers' weights"
 
     return check
 

@@ -126,8 +126,9 @@ class Epochs:
     ) -> None:
         """`steps` counts this worker's steps, and `barriers` how often it has waited for all others.
 
-        `before_epoch` publishes what newcomers need. At the end of an epoch `flush` makes all steps part of what survives the loss of this worker, and `idle` is
-        entered while it waits for others. `stopped`: whether it shall wait no longer.
+        `before_epoch` publishes what newcomers need. At the end of an epoch `flush` makes all steps part of what
+        survives the loss of this worker, and `idle` is entered while it waits for others. `stopped`: whether it shall
+        wait no longer.
         """
         self.before_epoch, self.steps, self.flush = before_epoch, steps, flush
         self.store, self.runtime, self.name, self.member = store, runtime, name, member

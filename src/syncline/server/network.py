@@ -27,7 +27,7 @@ from syncline.errors import SpecError, WorldError
 from syncline.transports import Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.world import World
-from syncline.world.elastic import read_elastic
+from syncline.world.elastic import ELASTIC_VARIABLE
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
 
@@ -151,8 +151,12 @@ class ServerNetwork:
 
     def is_lost(self, member: int) -> bool:
         """Whether a member is lost, and has not left by itself."""
+        return self.number_in_job(member) in self.transport.lost()
+
+    def number_in_job(self, member: int) -> int:
+        """The number of a member in the transport's reports. One that has joined later keeps its own."""
         members = self.transport.members
-        return (members[member] if member < len(members) else member) in self.transport.lost()
+        return members[member] if member < len(members) else member
 
     def chain(self, server: int) -> tuple[int, ...]:
         """The servers that hold the shard of a server: itself, then the next ones.
@@ -301,7 +305,7 @@ def join_network(
     zeromq = importlib.import_module("syncline.transports.zeromq")
     environment = roles.environment()
     transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=join_timeout_s, name_of=roles.name_of)
-    elastic = read_elastic(os.environ) is not None
+    elastic = bool(os.environ.get(ELASTIC_VARIABLE))
     return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, elastic=elastic)
 
 

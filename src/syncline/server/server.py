@@ -133,7 +133,7 @@ class Server:
     def _awaited_worker(self) -> int | None:
         """The worker whose step the deferred reads wait for. Clients that wait for replies name it in errors."""
         slowest = self._slowest()
-        return None if slowest is None else self._transport.members[slowest[0]]
+        return None if slowest is None else self.network.number_in_job(slowest[0])
 
     def _slowest(self) -> tuple[int, int] | None:
         with self._lock:

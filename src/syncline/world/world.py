@@ -43,6 +43,8 @@ LEAVE_TIMEOUT_S = 5.0
 ENGINES = ("torch_dist", "mpi", "zeromq")
 TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
 """Names the transport if the script does not."""
+WORKERS_VARIABLE = "SYNCLINE_WORKERS"
+"""The number of workers at the start of a job with servers. Set by the launcher."""
 OTHER_NAMES = {
     **dict.fromkeys(("gloo", "nccl", "torch", "torchdistributed", "distributed", "ddp"), "torch_dist"),
     **dict.fromkeys(("mpi4py", "openmpi", "mpich"), "mpi"),
@@ -493,8 +495,9 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
     check_elastic_engine(str(options.transport or os.environ.get(TRANSPORT_VARIABLE) or "torch_dist"))
     torch_dist = importlib.import_module("syncline.transports.torch_dist")
     connector = torch_dist.TorchConnector(environment, options.timeout, limits.member)
+    launched = int(os.environ.get(WORKERS_VARIABLE) or environment.size)  # a newcomer is launched alone
     world = elastic_world(
-        Elastic(connector, limits, environment.size, options.timeout), environment, options.check, options.timeout
+        Elastic(connector, limits, launched, options.timeout), environment, options.check, options.timeout
     )
     world.engine = "torch_dist"
     return world

@@ -444,6 +444,7 @@ class WorkerRoll:
         self._runtime = connector.runtime
         self._timeout_s = timeout_s
         self._lock = connector.runtime.lock()
+        self._launched = launched
         self._arrivals = dict.fromkeys(range(launched), 0)
         """By worker: how often it has called `wait`."""
         self._passed = 0
@@ -457,6 +458,11 @@ class WorkerRoll:
         """The workers that are neither lost nor have closed their runs, as far as this process has read."""
         lost = self._lost()
         return [each for each in sorted(self._arrivals) if each not in lost and each not in self._closed]
+
+    def has_changed(self) -> bool:
+        """Whether workers have joined, or were lost, since the start of the job."""
+        self.refresh()
+        return self.present() != list(range(self._launched))
 
     def join(self, number: int) -> bool:
         """In a newcomer: take part from the barrier after `number` on. Returns False if the others have passed it."""

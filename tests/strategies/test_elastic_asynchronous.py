@@ -147,4 +147,4 @@ def survive(strategy: str) -> Callable[[int], None]:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_workers_leave_and_join(name: str) -> None:
-    hunt_cases(survive(STRATEGIES[name]), seeds(12 if name == "ssp" else 4), f"survive({STRATEGIES[name]!r})({{seed}})")
+    hunt_cases(survive(STRATEGIES[name]), seeds(6 if name == "ssp" else 2), f"survive({STRATEGIES[name]!r})({{seed}})")

@@ -211,10 +211,12 @@ class AsynchronousRun(StrategyRun):
         assert elastic is not None
         assert roll is not None
         if not isinstance(reader, Sharded) or not reader.claimable:
-            raise UnsupportedError(
-                f"{self.strategy!r} in an elastic job: workers claim single batches of a dataset with indices, by "
-                "run.shard(DataLoader(…)); for other data leave --elastic out"
-            )
+            if self.joining:
+                raise UnsupportedError(
+                    f"a worker cannot join {self.strategy!r} with this data: workers claim batches of a dataset with "
+                    "indices, by run.shard(DataLoader(…)); with other data leave --restart out"
+                )
+            return  # each worker reads its share, as in a job that is not elastic
         self._claims[name] = reader.claims = Epochs(
             self._channel,
             self.world.runtime,

@@ -36,7 +36,9 @@ class WireHeader:
         self._magic, self._version, self._padding = magic, version, padding
         self._fields = struct.Struct(f"<{len(magic)}sB{fields}")
         self._crc = struct.Struct(f"<I{padding}x")
-        self.nbytes = self._fields.size + self._crc.size
+        self._whole = struct.Struct(f"<{len(magic)}sB{fields}I{padding}x")
+        self._checked_bytes = self._fields.size
+        self.nbytes = self._whole.size
 
     def pack(self, *values: float) -> bytes:
         """The header on the wire."""
@@ -47,15 +49,15 @@ class WireHeader:
         """The values of the header at the start of `data`. A bad header raises what `refuse` makes of the reason."""
         if len(data) < self.nbytes:
             raise refuse(f"its {len(data)} B are shorter than its header of {self.nbytes} B")
-        values = self._fields.unpack_from(data)
+        values = self._whole.unpack_from(data)
         if values[0] != self._magic:
             raise refuse(f"it starts with {values[0]!r}, not {self._magic!r}: not a Syncline message")
         if values[1] != self._version:
             raise refuse(
                 f"it has version {values[1]}, this is version {self._version}: install the same release everywhere"
             )
-        if self._crc.unpack_from(data, self._fields.size)[0] != zlib.crc32(data[: self._fields.size]):
+        if values[-1] != zlib.crc32(data[: self._checked_bytes]):
             raise refuse("its checksum does not match")
         if self._padding and any(data[self.nbytes - self._padding : self.nbytes]):
             raise refuse("its padding is not zero")
-        return values[2:]
+        return values[2:-1]

@@ -66,6 +66,8 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("-n 2 --elastic 1:2 --hosts slurm train.py", IncompatibleError, "--elastic 1:2: srun ends all workers"),
         ("-n 2 --elastic 1:2 --on-failure stop train.py", IncompatibleError, "--on-failure stop: with --elastic 1:2"),
         ("-n 2 --restart 3 train.py", IncompatibleError, "--restart: .* add --elastic MIN:MAX"),
+        ("-n 2 --servers 2 --restart 3 train.py", IncompatibleError, "--restart: .* add --elastic MIN:MAX"),
+        ("-n 2 --servers 2 --replicas 2 --restart -1 train.py", SpecError, "--restart -1"),
         ("-n 2 --on-failure restart train.py", IncompatibleError, "--on-failure restart: .* add --elastic"),
         ("-n 2 --folder a train.py", IncompatibleError, "--folder a: only an elastic job has a folder"),
         ("-n 2 --address 203.0.113.7 train.py", SynclineError, "cannot listen at 203.0.113.7"),

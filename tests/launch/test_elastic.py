@@ -215,7 +215,7 @@ world = sl.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-run = sl.distribute(model, optimizer)
+run = sl.distribute(model, optimizer, strategy=STRATEGY)
 data = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
 shard = run.shard(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
 steps = joined = 0
@@ -229,14 +229,16 @@ while not joined:
             os.kill(os.getpid(), 9)
     # The worker that was started again is in. Until then it is alone, and has taken no step.
     joined = int(sl.allreduce(torch.tensor([member]), op="max")) > 2 and run.stats.steps > 0
-weights = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 run.close()
+weights = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 say("done", member, world.rank, world.size, repr(weights), run.stats.steps)
 """
 
 
-def test_training_continues_and_a_restarted_worker_joins(runs: Runs) -> None:
-    run = runs.run("run", "-n", "3", "--elastic", "2:3", "--restart", "1", "--folder", "job", runs.script(TRAINING))
+@pytest.mark.parametrize("strategy", ["allreduce", "easgd(period=1)"])
+def test_training_continues_and_a_restarted_worker_joins(runs: Runs, strategy: str) -> None:
+    script = runs.script(TRAINING.replace("STRATEGY", repr(strategy)))
+    run = runs.run("run", "-n", "3", "--elastic", "2:3", "--restart", "1", "--folder", "job", script)
     assert run.code == 0, run.describe()
     lines = sorted(line[line.index("done") :].split() for line in run.out.splitlines() if "done" in line)
     assert [line[1:4] for line in lines] == [["0", "0", "3"], ["2", "1", "3"], ["3", "2", "3"]], run.describe()

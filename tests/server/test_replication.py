@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.server import network_of, open_space, protocol, serve, server_network
+from syncline.control import MemoryStore
+from syncline.runtime import RealRuntime
+from syncline.server import network_of, open_space, protocol, replication, serve, server_network
+from syncline.server.chain_log import ChainEntry, ChainLog
 from syncline.server.opening import groups_of
 from syncline.server.protocol import RequestHeader
 from syncline.server.replication import ReplicaChain, ReplicaRecord
@@ -20,9 +23,9 @@ from syncline.server.request_handler import OutgoingReply, RequestHandler
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.faults import Kill
 from tests.hunting import hunted, seeds
-from tests.launch.runs import Runs
+from tests.launch.runs import Runs, wait_for
 from tests.server.handler_client import NUMEL, body_of, describe, reason_of, values_of
-from tests.server.hunts.replica_cases import check_same_replies
+from tests.server.hunts.replica_cases import check_replaced, check_same_replies
 from tests.server.test_opening import done
 
 SERVERS = (5, 6, 7)
@@ -34,8 +37,11 @@ class Chain:
     def __init__(self) -> None:
         self.wire: deque[tuple[int, int, ReplicaRecord]] = deque()
         self.servers = {
-            me: ReplicaChain(0, SERVERS, me, RequestHandler(lambda space: 0), self._sender(me)) for me in SERVERS
+            me: ReplicaChain(0, SERVERS, me, RequestHandler(lambda space: 0), self._sender(me), self._on_level)
+            for me in SERVERS
         }
+        self.level: list[tuple[int, int]] = []
+        """New servers that the last server may add, each with the number of the server that it replaces."""
         self.replies: list[OutgoingReply] = []
         self.description = describe(servers=SERVERS, numel=3 * NUMEL, replicas=3)
         self._number = 0
@@ -46,6 +52,24 @@ class Chain:
 
     def _sender(self, source: int) -> Any:
         return lambda to, record: self.wire.append((source, to, record))
+
+    def _on_level(self, member: int, server: int) -> None:
+        self.level.append((member, server))
+
+    def start(self, member: int, source: int) -> None:
+        """Start a new server in the place of server 0, which asks another server for its state."""
+        handler = RequestHandler(lambda space: 0)
+        new = ReplicaChain(0, SERVERS, member, handler, self._sender(member), self._on_level)
+        for lost in set(SERVERS) - set(self.servers):
+            new.lose(lost, left=False)
+        self.servers[member] = new
+        new.ask_to_join(source, 0)
+
+    def add(self) -> None:
+        """Let all servers know of the new one, as the chain log tells them."""
+        member, _ = self.level.pop()
+        for chain in self.servers.values():
+            self.replies += chain.append(member)
 
     def ask(self, server: int, request: RequestHeader, body: torch.Tensor, number: int | None = None) -> None:
         """Send a request of worker 0 to a server, under the next number or again."""
@@ -65,10 +89,19 @@ class Chain:
             source, to, record = self.wire.popleft()
             if source in self.servers and to in self.servers:
                 chain, messages = self.servers[to], messages - 1
-                acked = record.header.kind == protocol.ACKED
-                self.replies += (
-                    chain.acknowledge(source, record.header.number) if acked else chain.receive(source, record)
-                )
+                self.replies += self._handle(chain, source, record)
+
+    @staticmethod
+    def _handle(chain: ReplicaChain, source: int, record: ReplicaRecord) -> list[OutgoingReply]:
+        kind, member, number = record.header.kind, record.header.member, record.header.number
+        if kind == protocol.ACKED:
+            return chain.acknowledge(source, number)
+        if kind == protocol.RECEIVED:
+            return chain.pieces_received(source, member, number)
+        if kind == protocol.JOIN:
+            chain.admit(source, member, number)
+            return []
+        return chain.receive_piece(source, record) if kind == protocol.SNAPSHOT else chain.receive(source, record)
 
     def lose(self, member: int) -> None:
         """End a server or a client. The others notice in the order of the chain."""
@@ -195,6 +228,105 @@ def test_refused_requests_have_numbers_at_the_replicas_too() -> None:
     assert "too long" in reason_of(chain.replies.pop())
 
 
+# New servers.
+
+
+@pytest.mark.parametrize("delivered", range(12))
+def test_a_new_server_has_all_that_was_acknowledged(delivered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go on while it receives the state. Then all the first servers are lost."""
+    monkeypatch.setattr(replication, "SNAPSHOT_PIECE_BYTES", 1000)
+    chain = Chain()
+    chain.push(5)
+    chain.deliver()
+    chain.lose(5)
+    chain.start(8, source=7)
+    chain.deliver(delivered)
+    chain.push(6)
+    chain.deliver(delivered)
+    chain.push(6)
+    chain.deliver()
+    assert [reply.header.number for reply in chain.replies] == [2, 3, 4]
+    assert chain.level == [(8, 0)]
+    chain.add()
+    chain.push(6)
+    chain.deliver()
+    chain.lose(7)
+    chain.lose(6)
+    chain.push(8, number=5)
+    chain.push(8)
+    assert [reply.header.number for reply in chain.replies] == [2, 3, 4, 5, 5, 6]
+    assert chain.weights() == [5.0]
+
+
+def test_replies_wait_for_a_new_server_when_it_has_the_state() -> None:
+    chain = Chain()
+    chain.start(8, source=7)
+    chain.deliver()
+    chain.push(5)
+    for _ in range(6):  # to the second, the third, the new one, and back
+        assert not chain.replies
+        chain.deliver(1)
+    assert [reply.header.number for reply in chain.replies] == [2]
+
+
+@pytest.mark.parametrize("lost", [7, 8])
+@pytest.mark.parametrize("delivered", range(9))
+def test_serving_continues_if_one_of_them_is_lost_meanwhile(
+    lost: int, delivered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if replies wait, because more records than fit were kept for the new server."""
+    monkeypatch.setattr(replication, "SNAPSHOT_PIECE_BYTES", 1000)
+    monkeypatch.setattr(replication, "MAX_BACKLOG_BYTES", 0)
+    chain = Chain()
+    chain.start(8, source=7)
+    chain.push(5)
+    chain.push(5)
+    chain.deliver(delivered)
+    chain.lose(lost)
+    chain.deliver()
+    assert [reply.header.number for reply in chain.replies] == [2, 3]
+    if lost == 7:
+        chain.servers[8].ask_to_join(6, 0)
+        chain.deliver()
+        chain.level = chain.level[-1:]
+        chain.add()
+        assert chain.weights() == [2.0, 2.0, 2.0]
+
+
+def test_the_last_server_adds_one_new_server_at_a_time() -> None:
+    chain = Chain()
+    chain.start(8, source=6)  # not the last one
+    chain.deliver()
+    assert not chain.level
+    chain.servers[8].ask_to_join(7, 0)
+    chain.start(9, source=7)
+    chain.deliver()
+    assert chain.level == [(8, 0)]
+    chain.add()
+    chain.servers[9].append(8)
+    chain.servers[9].ask_to_join(8, 1)
+    chain.deliver()
+    assert chain.level == [(9, 1)]
+
+
+def test_a_server_that_was_declared_lost_is_not_accepted() -> None:
+    """It adds nobody to the chain, and its records count for nothing."""
+    values: dict[str, bytes] = {}
+    logs = [ChainLog(lambda: MemoryStore(values), RealRuntime(), SERVERS, 2) for _ in range(2)]
+    logs[0].lose(6)
+    logs[1].append(shard=0, member=8, server=0, by=6)
+    logs[1].append(shard=0, member=9, server=1, by=5)
+    for log in logs:
+        assert log.read() == [ChainEntry(6), ChainEntry(9, 0)]
+        assert log.chain_of(0) == ((5, 0), (6, 1), (9, 1))
+    chain = Chain()
+    chain.push(5)
+    source, to, record = chain.wire.popleft()
+    chain.servers[to].lose(source, left=False)
+    chain.servers[to].receive(source, record)
+    assert not chain.wire
+
+
 # On the simulator.
 
 
@@ -280,8 +412,14 @@ def test_sub_masters_have_no_replicas() -> None:
 
 @pytest.mark.hunt
 def test_a_client_reads_the_same_bits_whatever_server_is_killed() -> None:
-    killed = hunted(check_same_replies, seeds(25))
+    killed = hunted(check_same_replies, seeds(15))
     assert sum(map(bool, killed)) >= len(killed) // 2
+
+
+@pytest.mark.hunt
+def test_a_client_reads_the_same_bits_whatever_server_is_replaced() -> None:
+    killed = hunted(check_replaced, seeds(12))
+    assert sum(map(len, killed)) >= len(killed)
 
 
 # Real processes.
@@ -362,4 +500,39 @@ def test_a_training_continues_after_kill_9_of_a_server(runs: Runs) -> None:
     ended = training.finish()
     assert ended.code == 0, ended.describe()
     assert ended.out.count("trained") == 2, ended.describe()
+    runs.assert_nothing_left()
+
+
+COUNT_ACKNOWLEDGED = """
+import torch, syncline as sl
+from syncline.server import open_space
+with sl.init() as world, open_space(world, "s", 20_000, rules=("adagrad(1.0)", "add"), bounds=(0, 1000)) as client:
+    pushed, left = 0, 100
+    while left:
+        client.push(None, torch.ones(20_000)).wait()
+        pushed += 1
+        left -= (here / "killed").exists()
+        if pushed == 20:
+            post(f"started{rank}")
+    total = sl.allreduce(torch.tensor([float(pushed)]), "sum")
+    values = client.get()
+    say("lost or doubled:", (values[1000:] != total).sum().item())
+"""
+
+
+def test_a_killed_server_is_replaced_and_the_other_one_is_killed(runs: Runs) -> None:
+    """All that was acknowledged is there, though both of the first servers of each shard were killed."""
+    options = ("-n", "2", "--servers", "2", "--replicas", "2", "--restart", "1")
+    counting = runs.start("run", *options, runs.script(COUNT_ACKNOWLEDGED))
+    for rank in range(2):
+        runs.read(f"started{rank}")
+    first, second = counting.programs()[:2]
+    for number, server in enumerate((first, second)):
+        os.kill(server, signal.SIGKILL)
+        wait_for(lambda: f"the place of server {number}" in counting.all_err, counting.describe())  # noqa: B023
+    runs.post("killed")
+    ended = counting.finish()
+    assert ended.code == 0, ended.describe()
+    assert ended.out.count("lost or doubled: 0") == 2, ended.describe()
+    assert "its replicas continue, and it is started again in 1 s (restart 1 of 1)" in ended.err
     runs.assert_nothing_left()

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import resource
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 import syncline as sl
 from syncline.environment import Environment, Rendezvous
+from syncline.runtime import RealRuntime
 from syncline.testing import Pool
 from syncline.testing.processes import TEST_TIMEOUT_S
 from syncline.transports import Transport, torch_dist
+from syncline.transports.torch_dist.process_groups import ProcessGroupFactory
 from tests.transports.zeromq_worlds import serve_a_store
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -104,3 +109,18 @@ def test_a_rank_that_ends_before_it_joins_is_named_at_once() -> None:
         sl.errors.WorldError, match=r"rank 1 has ended before all had joined: it was killed by signal 9"
     ):
         torch_dist.connect(environment, 10 * TEST_TIMEOUT_S)
+
+
+def test_channel_with_a_member_that_is_lost_before_it_has_an_address_is_given_up() -> None:
+    """All were ready to make the channel. Then gloo alone would wait for the address until the timeout."""
+    asked: list[int] = []
+
+    def lost() -> dict[int, str]:
+        asked.append(len(asked))
+        return {1: "it was killed by signal 9 (SIGKILL)"} if len(asked) > 2 else {}
+
+    liveness: Any = SimpleNamespace(elastic=True, runtime=RealRuntime(), lost=lost)
+    unused: Any = None
+    factory = ProcessGroupFactory(HashStore(), liveness, TEST_TIMEOUT_S, "127.0.0.1", unused)
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        factory.groups("team2", (0, 1), 0)

@@ -320,7 +320,7 @@ DEEDS: dict[str, tuple[Callable[[Rogue], list[list[bytes]]], str]] = {
     "too many frames": (lambda r: [[r.eager(0, b"ab"), b"x", b"y"]], "2 frames too many"),
     "a body that is missing": (lambda r: [[r.header(PART, 0, 3)]], "sent .* frames"),
     "a longer body": (lambda r: [[r.header(length=3) + b"four"]], "4 bytes where its header says 3"),
-    "a gap": (lambda r: [[r.eager(0, b"x")], [r.eager(2, b"x")]], "message 2 where 1 was expected"),
+    "an offer made twice": (lambda r: [[r.header(OFFER, 3, 1 << 20)]] * 2, "it offers message 3 twice"),
     "a part": (lambda r: [[r.header(PART, 5, 3), b"abc"]], "a part of message 5, which was not accepted"),
     "an accept": (lambda r: [[r.header(ACCEPT, 5, 3)]], "message 5, which was not offered"),
     "credit": (lambda r: [[r.header(CREDIT, 5000, 1 << 30)]], "credit for more than was sent"),

@@ -156,7 +156,7 @@ def test_a_failed_join_closes_its_sockets(here: Here, monkeypatch: pytest.Monkey
     nodes: list[Node] = []
     enrol = Node.join
 
-    def lose_the_entry(node: Node, rank: int) -> None:
+    def lose_the_entry(node: Node, rank: int, name: str = "") -> None:
         nodes.append(node)
         with monkeypatch.context() as patch:
             patch.setattr(MembershipLog, "post", lambda self, entry: None)

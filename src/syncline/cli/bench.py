@@ -15,6 +15,7 @@ examples:
                                                                the gain of codecs, in several labs
   syncline bench server                                        push and pull compared with a bare echo
   syncline bench server --sweep -n 4 --size 40MB               the best number of servers for this cluster
+  syncline bench elastic -n 4 --seconds 60 --kill-every 15     a job that loses a worker every 15 seconds
 
 Results are medians with 95 % intervals; ratios are paired within rounds. A table goes to the terminal, and the samples
 with a plot to runs/bench-… (or --out). `syncline bench --developer` lists benchmarks of Syncline itself.
@@ -35,7 +36,7 @@ from typing import Any
 
 from syncline.bench.measuring import parse_sizes
 from syncline.bench.stragglers import SCENARIOS, StragglersPlan
-from syncline.cli import bench_server, bench_step
+from syncline.cli import bench_elastic, bench_server, bench_step
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
@@ -321,6 +322,7 @@ BENCHES = {
     "codecs": _BenchCommand("every codec compared with memcpy, in this process", _configure_codecs, _run_codecs),
     "step": _BenchCommand("training steps compared with those of other libraries", bench_step.configure, _run_step),
     "server": _BenchCommand("the parameter server compared with a bare echo", bench_server.configure, bench_server.run),
+    "elastic": _BenchCommand("a job that loses workers and goes on", bench_elastic.configure, bench_elastic.run),
     "stragglers": _BenchCommand(
         "strategies with slow workers", _configure_stragglers, _run_stragglers, for_users=False
     ),

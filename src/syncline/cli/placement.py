@@ -26,7 +26,7 @@ from syncline.launch.start import Job, run_by_mpiexec, run_here, run_in_lab, run
 from syncline.launch.supervisor import FailurePolicy
 from syncline.training.run_folder import RunFolder
 
-__all__ = ["Placement", "add_placement_options", "failure_policy", "read_elastic_options"]
+__all__ = ["Placement", "add_placement_options", "failure_policy", "read_elastic_options", "read_server_restarts"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "-n": {"type": int, "dest": "ranks", "metavar": "N", "help": "number of workers"},
@@ -56,7 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--restart": {
         "type": int,
         "metavar": "K",
-        "help": "start a worker that fails again, K times at most; needs --elastic; default 0",
+        "help": "start a worker (with --elastic) or a server (with --replicas) that fails again, K times at most; "
+        "default 0",
     },
 }
 
@@ -132,7 +133,10 @@ def read_elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOp
     """Check the options of an elastic job and read them; None if the job is not elastic."""
     limits, restarts, policy = arguments.elastic, arguments.restart, arguments.on_failure
     if limits is None:
-        for option, given in (("--restart", restarts is not None), ("--on-failure restart", policy == "restart")):
+        for option, given in (
+            ("--restart", restarts is not None and arguments.replicas == 1),
+            ("--on-failure restart", policy == "restart"),
+        ):
             if given:
                 raise IncompatibleError(
                     f"{option}: the others must take the new worker into their team; add --elastic MIN:MAX"
@@ -147,6 +151,15 @@ def read_elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOp
     if restarts is None:
         restarts = DEFAULT_RESTARTS if policy == "restart" else 0
     return ElasticOptions.parse(limits, ranks, restarts)
+
+
+def read_server_restarts(arguments: argparse.Namespace) -> int:
+    """How many times a server that fails is started again. Other servers must have its part of the weights."""
+    usual = DEFAULT_RESTARTS if arguments.on_failure == "restart" else 0
+    restarts: int = usual if arguments.restart is None else arguments.restart
+    if restarts < 0:
+        raise SpecError(f"--restart {restarts}: a number of restarts cannot be negative")
+    return restarts if arguments.replicas > 1 else 0
 
 
 def failure_policy(arguments: argparse.Namespace) -> FailurePolicy:

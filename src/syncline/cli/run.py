@@ -24,7 +24,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from syncline.cli.placement import Placement, add_placement_options, failure_policy, read_elastic_options
+from syncline.cli.placement import (
+    Placement,
+    add_placement_options,
+    failure_policy,
+    read_elastic_options,
+    read_server_restarts,
+)
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.start import Job, run_by_srun
 
@@ -76,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         address=arguments.address,
         servers=arguments.servers,
         replicas=arguments.replicas,
+        server_restarts=read_server_restarts(arguments),
         handlers=arguments.handlers,
         mpi=arguments.mpi,
         lost_after=arguments.lost_after,

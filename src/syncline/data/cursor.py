@@ -39,6 +39,8 @@ class DataPosition:
         """The shares of this epoch that lost ranks have not trained, by their start. They change the epoch's order."""
         self.ended = False
         """Whether this rank has read all its shares of the epoch."""
+        self.complete = False
+        """Whether no global batch follows that of its last share, where it has read all its shares."""
         self._starts: deque[int] = deque(maxlen=MAX_UNTRAINED_STEPS)
         self._batch: LostShares | None = None
 

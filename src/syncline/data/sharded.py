@@ -82,7 +82,8 @@ class EpochReader(ABC, Generic[T]):
         `lost` are the ranks that have not trained their shares of the current global batch, in the numbering of the
         team to which it was dealt; another call in the same step adds to them. The next global batches begin with these
         shares. Without a current global batch, between two epochs, nothing is dealt again. `steps` is the number of
-        latest global batches that are not trained yet, the current one included, if gradients are accumulated.
+        latest global batches that are not trained yet, the current one included, if gradients are accumulated. A rank
+        that has run out of data counts the one after its last share as the current one, also if there is none.
 
         Returns whether this rank has read all its shares of the epoch, and another global batch follows now.
         """
@@ -113,10 +114,12 @@ class EpochReader(ABC, Generic[T]):
         source, size = self._source, position.former_size or self._part.size
         if position.ended and position.former_size is None:
             rest = source.rest(position)
-            if rest == 0:
-                return 0
-            position.advance(rest)
-        if not position.started or not source.deals_again:
+            if rest:
+                position.advance(rest)
+            position.complete = rest == 0
+        if position.ended and position.complete:
+            steps -= 1
+        if steps == 0 or not position.started or not source.deals_again:
             return 0
         # Every k-th sample of several global batches is a rank's only if k divides each of them.
         steps = steps if source.divides(size) else 1

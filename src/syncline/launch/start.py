@@ -42,6 +42,7 @@ from syncline.launch.programs import (
     thread_variables,
 )
 from syncline.launch.restarts import ElasticRanks
+from syncline.launch.server_restarts import ServerRestarts
 from syncline.launch.ssh import HostPrograms, RemoteProcesses, address_towards
 from syncline.launch.supervisor import FailurePolicy, Supervisor, Tick
 
@@ -62,6 +63,8 @@ class Job:
     servers: int = 0
     replicas: int = 1
     """Servers that hold each shard. With 2 or more, the run continues without a lost server."""
+    server_restarts: int = 0
+    """With replicas: how many times each server that fails is started again."""
     server: tuple[str, ...] = SERVER
     evaluators: int = 0
     """1 to start the target once more as an evaluator beside the ranks (SYNCLINE_ROLE=evaluator)."""
@@ -137,8 +140,9 @@ def run_logged(
 ) -> JobExit:
     """Run on hosts that are all on this machine, with all output in `log`."""
     with OutputForwarder(log, log) as output:
-        processes = LocalProcesses(_local_programs(job, hosts, store, address), output)
-        supervisor = _supervisor(job, processes, ProcessEvents(store), hosts, output.say, tick)
+        programs = _local_programs(job, hosts, store, address)
+        processes = LocalProcesses(programs, output)
+        supervisor = _supervisor(job, processes, programs, ProcessEvents(store), hosts, output.say, tick)
         code = supervisor.run()
     return JobExit(code, supervisor.failure, supervisor.ended_early)
 
@@ -170,7 +174,7 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     remote = [HostPrograms(number, host, programs) for number, (host, programs) in numbered if host.name != LOCALHOST]
     with _terminal_output() as output:
         parts: list[Processes] = [LocalProcesses(here, output)] if here else []
-        elastic = job.elastic is not None
+        elastic = job.elastic is not None or job.server_restarts > 0
         parts += [RemoteProcesses(remote, address, store.port, events, output, elastic=elastic)] if remote else []
         programs = [program for _, (_, each) in numbered for program in each]
         return _supervise(job, CombinedProcesses(parts), programs, events, launch_hosts, output)
@@ -252,7 +256,7 @@ def _supervise(
     if job.announce or sys.stderr.isatty():
         say(f"starting {_describe_programs(job, hosts)}")
     elastic = None if job.elastic is None else ElasticRanks(job.elastic, programs, events, say)
-    supervisor = _supervisor(job, processes, events, hosts, say, elastic=elastic)
+    supervisor = _supervisor(job, processes, programs, events, hosts, say, elastic=elastic)
     if job.elastic is None or job.folder is None:
         return supervisor.run()
     if job.announce or sys.stderr.isatty():
@@ -285,6 +289,7 @@ def _describe_programs(job: Job, hosts: Sequence[LaunchHost]) -> str:
 def _supervisor(
     job: Job,
     processes: Processes,
+    programs: Sequence[Program],
     events: ProcessEvents,
     hosts: Sequence[LaunchHost],
     say: Callable[[str], None],
@@ -293,6 +298,7 @@ def _supervisor(
 ) -> Supervisor:
     ranks = 1 if job.mpi else sum(host.slots for host in hosts)  # mpiexec represents all ranks
     finishing = (EVALUATOR,) if job.evaluators else ()
+    replicated = [each for each in programs if each.variables.get("SYNCLINE_ROLE") == "server" and job.replicas > 1]
     given = job.silence_limit
     limit = lost_after() if given is None else read_lost_after(given, f"--lost-after {given}")
     return Supervisor(
@@ -303,7 +309,7 @@ def _supervisor(
         say=say,
         tick=tick,
         finishing=finishing,
-        replicated=[f"server {number}" for number in range(job.servers)] if job.replicas > 1 else (),
+        servers=ServerRestarts(replicated, job.server_restarts, say),
         saves=job.saves and not job.mpi,
         lost_after=limit,
         elastic=elastic,

@@ -14,6 +14,7 @@ from syncline.environment.lost_after import LEFT
 from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import Processes, ProcessExit, ProcessState, first_failure, format_names
 from syncline.launch.restarts import FixedRanks
+from syncline.launch.server_restarts import ServerRestarts
 
 MAX_GAP_S = 2.0
 """Largest time in seconds that counts between two checks: the launcher itself may have been suspended."""
@@ -96,7 +97,7 @@ class Supervisor:
     servers and evaluator are ended after the ranks. Programs that must end for another reason are killed at once,
     because SIGTERM would make them save. The last ranks of an elastic job are asked to save too.
 
-    `elastic` decides which ranks are started again.
+    `elastic` decides which ranks are started again, and `servers` which servers.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Supervisor:
         say: Callable[[str], None],
         tick: Tick | None = None,
         finishing: Collection[str] = (),
-        replicated: Collection[str] = (),
+        servers: ServerRestarts | None = None,
         saves: bool = False,
         lost_after: float = math.inf,
         elastic: FixedRanks | None = None,
@@ -123,8 +124,8 @@ class Supervisor:
         self._tick = tick
         self._finishing = finishing
         """Names of programs that may finish their work after all ranks have ended."""
-        self._replicated = replicated
-        """Names of servers whose shards other servers hold too. Their loss is no failure of the run."""
+        self._servers = servers or ServerRestarts()
+        """Servers whose shards other servers hold too. Their loss is no failure of the run."""
         self._saves = saves
         self._end_signal = signal.SIGKILL if saves else signal.SIGTERM
         self._grace = EXIT_TIMEOUT_S
@@ -202,11 +203,12 @@ class Supervisor:
     def _fail(self, ended: ProcessExit) -> None:
         if ended.name in self._failures:
             return
-        if ended.name in self._replicated:
+        if ended.name in self._servers:
             if ended.name not in self._reported:
                 self._reported.add(ended.name)
                 self._events.post_dead(ended)
-                self._say(f"{ended.reason(ended.name)}; its replicas continue{_details(ended)}")
+                then = self._servers.record_failure(ended)
+                self._say(f"{ended.reason(ended.name)}; {then}{_details(ended)}")
             return
         self._first_failure = self._first_failure or time.monotonic()
         self._failures[ended.name] = ended
@@ -232,6 +234,8 @@ class Supervisor:
             self._kill_silent(now)
         if self._ending_since is None:
             self._ranks_left += self._elastic.start_due(self._processes, self._signalled)
+            if self._ranks_left:
+                self._servers.start_due(self._processes, self._signalled)
             for name in self._elastic.drop_unneeded():
                 self._lost.add(name)
                 self._ranks_left -= 1

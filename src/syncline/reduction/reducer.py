@@ -109,6 +109,8 @@ class GradientReducer:
         """Some ranks may have less data than others in this step. The same on every rank."""
         self.observed = False
         """A first pass has shown which gradients arrive, and in which order."""
+        self.completed = 0
+        """The number of passes whose means this rank has."""
         self.codec_state: CodecState | None = None
         if options.codec is not None:
             ranks = (communicator.rank, communicator.size)

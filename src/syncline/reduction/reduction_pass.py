@@ -180,12 +180,13 @@ class ReductionPass:
             self._sum_outside(control, self._scale * self._after * rescale)
         if self._elastic is not None:
             self._elastic.note_newcomers(control.newcomers)
-            self._elastic.idle_after_loss |= self._elastic.data_changed and 0 < control.active < size
+            self._elastic.idle_after_loss |= self._elastic.data_changed and control.active < size
         return self._conclude(control)
 
     def _conclude(self, control: ControlNumbers) -> ControlNumbers:
         """The means are in place: restore what the pass does not change."""
         self.control = control
+        self._reducer.completed += 1
         for index, gradient in self._saved.items():
             if not control.dense[index]:  # otherwise this rank had nothing to add, and the others' mean counts
                 self.buckets.views[index].copy_(gradient)

@@ -369,6 +369,8 @@ class Simulator:
         self._unordered: list[ScheduledEvent] = []
         self._sequence = 0
         self._hang_bound = NEVER  # no waiting task times out before this
+        self._frozen: dict[int, set[SimulatedTask]] = {}
+        """By rank that is frozen: its tasks that were about to run."""
         self._current: SimulatedTask | None = None
         self._mains: set[SimulatedTask] = set()
         self._main_ranks: set[int] = set()
@@ -450,6 +452,9 @@ class Simulator:
             fire = entry.fire
             task = fire if isinstance(fire, SimulatedTask) else fire()
             if task is not None and not task._finished:
+                if task.rank in self._frozen and not task.interrupt:
+                    self._frozen[task.rank].add(task)
+                    continue
                 return task
 
     def _give_up(self, before: float) -> SimulatedTask | None:
@@ -457,7 +462,14 @@ class Simulator:
 
         If no event is left, it is a deadlock instead, unless a fault has happened that explains the silence.
         """
-        waiting = [task for task in self.tasks if not task.done() and task.hangs_at < NEVER]
+        waiting = [
+            task
+            for task in self.tasks
+            if not task.done()
+            and task.hangs_at < NEVER
+            and task.rank not in self._frozen
+            and not (task.resume_entry is not None and task.resume_entry.live)
+        ]
         first = min(waiting, key=lambda task: task.hangs_at, default=None)
         self._hang_bound = NEVER if first is None else first.hangs_at
         if first is None or first.hangs_at >= before or (before == NEVER and not self.faulted) or self.stopping:
@@ -502,6 +514,17 @@ class Simulator:
         """Resume a blocked task, now or at a later time."""
         if task.resume_entry is None or not task.resume_entry.live:
             task.resume_entry = self.schedule_at(self.now if at is None else at, task)
+
+    def freeze(self, rank: int) -> None:
+        """Stop all tasks of a rank where they wait. Time passes for the others."""
+        self._frozen.setdefault(rank, set())
+
+    def thaw(self, rank: int) -> None:
+        """Let the tasks of a frozen rank continue."""
+        tasks = self._frozen.pop(rank, set())
+        for task in (each for each in self.tasks if each in tasks and not each.done()):
+            self.wake(task)
+        self._hang_bound = self.now  # their waits may have timed out meanwhile
 
     def block(self, why: object) -> None:
         """Suspend the running task until another wakes it. `str(why)` appears in the deadlock report."""

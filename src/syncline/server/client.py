@@ -23,7 +23,7 @@ from syncline.server.filters import Filter
 from syncline.server.network import ServerNetwork
 from syncline.server.protocol import ReplyHeader, RequestHeader, bytes_tensor, json_body
 from syncline.server.push_encoder import PushEncoder
-from syncline.server.request_sender import EMPTY_BODY, PendingRequest, RequestSender, ServerConnection
+from syncline.server.request_sender import EMPTY_BODY, PendingRequest, RequestSender, ServerConnection, ShardServers
 from syncline.server.space import (
     Keys,
     KeySelection,
@@ -31,7 +31,6 @@ from syncline.server.space import (
     SpaceDescription,
     check_out,
     check_values,
-    count_keys,
     parse_keys,
 )
 
@@ -158,7 +157,7 @@ class Client:
         """Steps that this worker has pushed."""
         self.status = ClusterStatus()
         self.bytes_logical = 0
-        chains = [network.chain(server) for server in description.servers]
+        chains = [ShardServers(network, server) for server in description.servers]
         self.sender = RequestSender(network.transport, description.space_id, chains, retry_s, self._handle_reply)
         self._bytes_read = 0
         self._layout = description.layout
@@ -209,7 +208,10 @@ class Client:
         """
         chosen = parse_keys(keys, self.numel)
         values = check_values(values, chosen)
-        header, payload = _push_header(protocol.PUSH, rate, scale), _Payload(keys=chosen, values=values)
+        header = _push_header(protocol.PUSH, rate, scale)
+        if not (handler or after or tick) and (future := self._submit_short(header, chosen, values, None)):
+            return self._with_callback(future, callback)
+        payload = _Payload(keys=chosen, values=values)
         if handler is None and self.encoder.holds_back:  # values held back are sent with pushes of any scale
             values = values if scale == 1.0 else values * scale
             payload = replace(payload, values=values, select=partial(self.encoder.select, chosen, values))
@@ -232,8 +234,10 @@ class Client:
         reply.
         """
         chosen = parse_keys(keys, self.numel)
-        payload = _Payload(keys=chosen, out=check_out(out, chosen), encoded=encoded)
-        return self._submit(RequestHeader(protocol.PULL, min_clock=min_clock), payload, after, callback)
+        out, header = check_out(out, chosen), RequestHeader(protocol.PULL, min_clock=min_clock)
+        if not after and (future := self._submit_short(header, chosen, None, out)):
+            return self._with_callback(future, callback)
+        return self._submit(header, _Payload(keys=chosen, out=out, encoded=encoded), after, callback)
 
     def push_pull(
         self,
@@ -252,9 +256,11 @@ class Client:
     ) -> Future:
         """Push, then read the same keys, with one message each way. Filters do not apply: all keys are sent."""
         chosen = parse_keys(keys, self.numel)
-        values = check_values(values, chosen)
-        payload = _Payload(keys=chosen, values=values, out=check_out(out, chosen), encoded=encoded)
-        header = _push_header(protocol.PUSH_PULL, rate, scale)._replace(min_clock=min_clock)
+        values, out = check_values(values, chosen), check_out(out, chosen)
+        header = _push_header(protocol.PUSH_PULL, rate, scale, min_clock)
+        if not (handler or after or tick) and (future := self._submit_short(header, chosen, values, out)):
+            return self._with_callback(future, callback)
+        payload = _Payload(keys=chosen, values=values, out=out, encoded=encoded)
         if not tick or not self._exceeds_inflight_limit(chosen):
             return self._submit(header, payload, after, callback, handler, tick)
         # Reads that wait for this very step would reach the in-flight limit before its last part is sent.
@@ -457,15 +463,6 @@ class Client:
         """Split a request into parts and send them."""
         if self._closed:
             raise WorldError(f"space {self.description.name!r} is closed here")
-        simple = self._simple and handler is None and not (after or tick or stepless or payload.factors)
-        if (
-            simple
-            and not isinstance(payload.keys, Tensor)
-            and 4 * count_keys(payload.keys) <= protocol.MAX_INLINE_BYTES
-        ):
-            owner = self._layout.owner_of(*payload.keys)
-            if owner >= 0:
-                return self._with_callback(self._submit_simple(header, payload, *payload.keys, owner), callback)
         if payload.values is not None and not payload.plain and handler is None and self.encoder.codec is not None:
             self.encoder.check_finite(payload.values)
         servers = range(len(self.sender.connections))
@@ -494,20 +491,27 @@ class Client:
             future = Future(self.sender, self._timestamp, requests, payload.out)
         return self._with_callback(future, callback)
 
-    def _submit_simple(self, header: RequestHeader, payload: _Payload, first: int, end: int, owner: int) -> Future:
-        """Send a short request about keys of one piece, with the same result as `_submit`."""
-        connection, count = self.sender.connections[owner], end - first
-        body = EMPTY_BODY if payload.values is None else payload.values.view(torch.uint8)
+    def _submit_short(
+        self, header: RequestHeader, keys: KeySelection, values: Tensor | None, out: Tensor | None
+    ) -> Future | None:
+        """Send a short request about a range in one piece, with the same result as `_submit`; None for any other."""
+        if not self._simple or self._closed or isinstance(keys, Tensor):
+            return None
+        first, end = keys
+        owner = self._layout.owner_of(first, end) if 4 * (end - first) <= protocol.MAX_INLINE_BYTES else -1
+        if owner < 0:
+            return None
+        connection = self.sender.connections[owner]
+        body = EMPTY_BODY if values is None else values
         with self._lock:
-            self._timestamp += 1
-            seed = self._timestamp & 0xFFFFFFFF
-            header = header._replace(seed=seed, after=connection.last_push, first=first, count=count)
-            request = self.sender.send(connection, header, body, payload.out)
-            self.bytes_logical += 4 * count * ((payload.values is not None) + (payload.out is not None))
-            if header.kind != protocol.PULL:
+            self._timestamp = timestamp = self._timestamp + 1
+            place = (connection.last_push, first, end - first, timestamp & 0xFFFFFFFF)
+            request = self.sender.send(connection, header, body, out, place=place)
+            self.bytes_logical += 4 * (end - first) * ((values is not None) + (out is not None))
+            if values is not None:
                 connection.last_push = request.header.number
             self._remember((request,))
-            return Future(self.sender, self._timestamp, (request,), payload.out)
+            return Future(self.sender, timestamp, (request,), out)
 
     def _remember(self, requests: Sequence[PendingRequest]) -> None:
         """Keep requests that a later `after` may name, until they are finished."""
@@ -630,10 +634,10 @@ class Client:
         return future
 
 
-def _push_header(kind: int, rate: float | None, scale: float) -> RequestHeader:
+def _push_header(kind: int, rate: float | None, scale: float, min_clock: int = -1) -> RequestHeader:
     if not isfinite(scale) or (rate is not None and not isfinite(rate)):
         raise ProtocolError(f"rate={rate} and scale={scale}: both are finite numbers, or rate=None for the rule's own")
-    return RequestHeader(kind, rate=nan if rate is None else rate, scale=scale)
+    return RequestHeader(kind, min_clock=min_clock, rate=nan if rate is None else rate, scale=scale)
 
 
 class _CallbackRunner:

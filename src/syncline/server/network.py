@@ -19,13 +19,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from syncline.environment import Environment, Rendezvous, detect
 from syncline.environment.base import Variables
 from syncline.errors import SpecError, WorldError
+from syncline.server.chain_log import ChainLog
 from syncline.transports import Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
+from syncline.transports.key_value_store import program_name
 from syncline.world import World
 from syncline.world.elastic import ELASTIC_VARIABLE
 
@@ -54,7 +57,9 @@ class Roles:
     replicas: int = 1
     """The number of servers that hold each shard."""
     number: int = 0
-    """The number of this server."""
+    """The number of this server, or of the lost one that it replaces."""
+    joins: bool = False
+    """Whether this server joins a running network, in the place of a lost one."""
     one_host: bool = False
     rendezvous: Rendezvous | None = None
 
@@ -117,6 +122,7 @@ def read_roles(environ: Mapping[str, str] | None = None) -> Roles:
         evaluators=evaluators,
         replicas=replicas,
         number=number,
+        joins=role == "server" and variables.get("SYNCLINE_JOIN") == "1",
         one_host=variables.get("SYNCLINE_HOSTS") == "1",
         rendezvous=read.rendezvous(None, None),
     )
@@ -135,19 +141,38 @@ class ServerNetwork:
     evaluators: tuple[int, ...] = ()
     replicas: int = 1
     """The number of servers that hold each shard."""
+    replaces: int | None = None
+    """If this process is a new server: the number of the lost one whose place it takes."""
+    newcomers: tuple[int, ...] = ()
+    """On the simulator: members that may become new servers."""
     elastic: bool = False
     """Whether workers may join later."""
 
+    @cached_property
+    def chain_log(self) -> ChainLog:
+        """With replicas: which servers hold which shard now."""
+        transport = self.transport
+        return ChainLog(transport.control_store, transport.runtime, self.servers, self.replicas)
+
     @property
-    def newcomers(self) -> tuple[int, ...]:
-        """Workers that join later, as far as their numbers are known before."""
-        first = 1 + max(self.workers + self.servers + self.evaluators)
-        return tuple(range(first, self.transport.size)) if self.elastic else ()
+    def server_number(self) -> int:
+        """The number of the server in this process, or of the lost one that it replaces."""
+        return self.servers.index(self.me) if self.replaces is None else self.replaces
+
+    @property
+    def first_later(self) -> int:
+        """The number after all members that were known at the start."""
+        return 1 + max(self.workers + self.servers + self.evaluators + self.newcomers)
+
+    @property
+    def joined_workers(self) -> tuple[int, ...]:
+        """On the simulator: workers that join later. In real processes a later member may also be a new server."""
+        return tuple(range(self.first_later, self.transport.size)) if self.elastic else ()
 
     @property
     def joins(self) -> bool:
         """Whether this process is a worker that has joined later."""
-        return self.me not in self.workers + self.servers + self.evaluators
+        return self.replaces is None and self.me >= self.first_later
 
     def is_lost(self, member: int) -> bool:
         """Whether a member is lost, and has not left by itself."""
@@ -171,7 +196,7 @@ class ServerNetwork:
     @property
     def serves(self) -> bool:
         """Whether this process runs a server."""
-        return self.me in self.servers
+        return self.me in self.servers or self.replaces is not None
 
     def close(self) -> None:
         """Close the transport. Calls that still wait on it end with an error."""
@@ -186,18 +211,24 @@ def network_of(
     servers: int = 0,
     evaluators: int = 0,
     replicas: int = 1,
+    *,
+    newcomers: int = 0,
+    replaces: int | None = None,
     elastic: bool = False,
 ) -> ServerNetwork:
     """The network on a transport whose members have the order above. Without servers every worker serves.
 
-    `replicas` is the number of servers that hold each shard. `elastic`: workers may join later.
+    `replicas` is the number of servers that hold each shard. On the simulator `newcomers` more members follow, which
+    may become new servers; `replaces` is the number of the server whose place such a member takes. `elastic`: workers
+    may join later.
 
     >>> from syncline.transports import SingleTransport
     >>> network_of(SingleTransport(), workers=1).servers
     (0,)
     """
-    known = workers + servers + evaluators
-    if workers < 1 or transport.size < known or (transport.size > known and not elastic):
+    end = workers + servers
+    known, more = end + evaluators + newcomers, elastic or replaces is not None
+    if workers < 1 or transport.size < known or (transport.size > known and not more):
         raise WorldError(
             f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
             "this transport"
@@ -207,7 +238,11 @@ def network_of(
             f"replicas={replicas} with {servers} dedicated servers: a shard lives on 1 to {max(1, servers)} of them; "
             "start more servers (syncline run --servers S --replicas R)"
         )
-    end = workers + servers
+    if replaces is not None and (replicas < 2 or not 0 <= replaces < servers):
+        raise WorldError(
+            f"a new server cannot replace server {replaces} of {servers} with replicas={replicas}: no other server has "
+            "its shard (syncline run --servers S --replicas R --restart K)"
+        )
     network = ServerNetwork(
         transport=transport,
         workers=tuple(range(workers)),
@@ -216,6 +251,8 @@ def network_of(
         dedicated=servers > 0,
         evaluators=tuple(range(end, end + evaluators)),
         replicas=replicas,
+        replaces=replaces,
+        newcomers=tuple(range(end + evaluators, known)),
         elastic=elastic,
     )
     clients = (*network.workers, *network.evaluators)
@@ -249,10 +286,20 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
     workers = world.size if elastic is None else elastic.launched
     if extra:
         servers = extra.count("server")
-        if extra != ("server",) * servers + ("evaluator",) * (len(extra) - servers):
-            raise WorldError(f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, no others")
+        evaluators, newcomers = extra.count("evaluator"), extra.count("new server")
+        if extra != ("server",) * servers + ("evaluator",) * evaluators + ("new server",) * newcomers:
+            raise WorldError(
+                f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, then new servers, no "
+                "others"
+            )
         return network_of(
-            world.job_channel, workers, servers, len(extra) - servers, replicas, elastic=elastic is not None
+            world.job_channel,
+            workers,
+            servers,
+            evaluators,
+            replicas,
+            newcomers=newcomers,
+            elastic=elastic is not None,
         )
     simulated = world.transport.timing.virtual  # the launcher's variables are not about simulated ranks
     roles = Roles() if simulated else read_roles(world.environ)
@@ -303,9 +350,20 @@ def join_network(
             "and sets it (SYNCLINE_ROLE, MASTER_ADDR, MASTER_PORT)"
         )
     zeromq = importlib.import_module("syncline.transports.zeromq")
+    elastic = bool(os.environ.get(ELASTIC_VARIABLE))
+    if roles.joins:
+        transport = zeromq.join(roles.rendezvous, timeout, label=LABEL, name_of=roles.name_of, name=program_name())
+        return network_of(
+            transport,
+            roles.workers,
+            roles.servers,
+            roles.evaluators,
+            roles.replicas,
+            replaces=roles.number,
+            elastic=elastic,
+        )
     environment = roles.environment()
     transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=join_timeout_s, name_of=roles.name_of)
-    elastic = bool(os.environ.get(ELASTIC_VARIABLE))
     return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, elastic=elastic)
 
 

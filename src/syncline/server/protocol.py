@@ -73,13 +73,17 @@ REPLY_ENCODED = 2
 
 FLOAT32 = 1
 
-# Kinds of records, which a server sends to the next replica of a shard; `ACKED` is the answer.
-REQUESTED, REJECTED, LOST, LEFT, ACKED = range(1, 6)
+# Kinds of records, which a server sends to the next replica of a shard; `ACKED` is the answer. A new server asks by
+# `JOIN`, gets a `SNAPSHOT` in pieces, and answers each by `RECEIVED`.
+REQUESTED, REJECTED, LOST, LEFT, ACKED, JOIN, SNAPSHOT, RECEIVED = range(1, 9)
+ANSWERS = (ACKED, JOIN, RECEIVED)
+"""Kinds of records after which no request follows."""
 
 # The keys that follow a header are aligned to 8 bytes.
 _REQUEST = WireHeader(b"SLRQ", VERSION, fields="BHHHIIIqqQQQQQddQQI")
 _REPLY = WireHeader(b"SLRP", VERSION, fields="BHHHIQqqQQ", padding=4)
-_RECORD = WireHeader(b"SLRC", VERSION, fields="BHIQ")
+RECORD_MAGIC = b"SLRC"
+_RECORD = WireHeader(RECORD_MAGIC, VERSION, fields="BHIQ")
 REQUEST_BYTES, REPLY_BYTES, RECORD_BYTES = _REQUEST.nbytes, _REPLY.nbytes, _RECORD.nbytes
 
 
@@ -129,6 +133,17 @@ class RequestHeader(NamedTuple):
         return self.length <= MAX_INLINE_BYTES and (
             self.kind not in (PULL, PUSH_PULL) or 4 * self.count <= MAX_INLINE_BYTES
         )
+
+    def numbered(
+        self, space: int, number: int, acked: int, length: int, place: tuple[int, int, int, int]
+    ) -> RequestHeader:
+        """The header with its number. `place` has `after`, `first`, `count`, `seed`. `_replace` would take longer."""
+        kind, flags, dtype, slot, _, handler, _, clock, min_clock, _, _, _, _, _, rate, scale, digest, _, replica = self
+        after, first, count, seed = place
+        return RequestHeader(
+            kind, flags, dtype, slot, space, handler, seed, clock, min_clock, number, after, acked, first, count,
+            rate, scale, digest, length, replica,
+        )  # fmt: skip
 
     def pack(self) -> bytes:
         return _REQUEST.pack(*self)
@@ -190,9 +205,11 @@ class RecordHeader(NamedTuple):
     shard: int
     """The number of the server whose shard it is."""
     member: int = 0
-    """The client."""
+    """The client. `JOIN`: the number of the server that is replaced. `SNAPSHOT`, `RECEIVED`: the attempt to join."""
     number: int = 0
-    """Counts the records of the shard, from 1 on. In an answer: all records up to here are on all later replicas."""
+    """Counts the records of the shard, from 1 on. `ACKED`: all records up to here are on all later replicas. `JOIN`:
+    the attempt. `SNAPSHOT`: it is the state after this record. `RECEIVED`: the pieces that have arrived.
+    """
 
     def pack(self) -> bytes:
         return _RECORD.pack(*self)
@@ -201,7 +218,7 @@ class RecordHeader(NamedTuple):
     def read(data: bytes | memoryview) -> RecordHeader:
         """Unpack a record, or raise a `ProtocolError`."""
         found = RecordHeader(*_RECORD.read(data, _refuse_record))
-        if not REQUESTED <= found.kind <= ACKED:
+        if not REQUESTED <= found.kind <= RECEIVED:
             raise ProtocolError(f"a record of unknown kind {found.kind}")
         return found
 

@@ -159,7 +159,9 @@ class ClientSession:
 
     def mark_done(self, number: int) -> None:
         """Record that a request has had its effect."""
-        if number > self.applied:
+        if number == self.applied + 1 and not self.ahead:
+            self.applied = number
+        elif number > self.applied:
             self.ahead.add(number)
             self._catch_up()
 
@@ -208,6 +210,44 @@ class ClientSession:
         self.replies.clear()
         self.key_lists.clear()
         self._list_bytes, self.view, self._seen = 0, None, None
+
+    # Snapshots, for a copy of the session on another server.
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state of the session. Its tensors are those of the session."""
+        return {
+            "member": self.member,
+            "space": self.shard.description.space_id,
+            "worker": self.worker,
+            "applied": self.applied,
+            "ahead": sorted(self.ahead),
+            "replies": [(tuple(each.header), each.body, each.lossy) for each in self.replies.values()],
+            "deferred": [
+                (tuple(each.header), each.body, each.keys, each.pushed, each.has_weights, each.late, each.staleness)
+                for each in self.deferred.values()
+            ],
+            "acked": self.acked,
+            "left": self.left,
+            "view": (self.view, self._seen, self._version),
+            "lists": [(digest, *each) for digest, each in self.key_lists.items()],
+        }
+
+    @classmethod
+    def from_snapshot(cls, state: dict[str, Any], shard: ParameterShard) -> ClientSession:
+        """A session that continues like the one whose `snapshot` this is."""
+        session = cls(state["member"], shard, state["worker"], state["applied"], set(state["ahead"]))
+        session.acked, session.left = state["acked"], state["left"]
+        for fields, body, lossy in state["replies"]:
+            header = ReplyHeader(*fields)
+            session.replies[header.number] = OutgoingReply(session.member, header, body, lossy)
+        for fields, *progress in state["deferred"]:
+            request = RequestHeader(*fields)
+            session.deferred[request.number] = DeferredRequest(request, *progress)
+        session.view, session._seen, session._version = state["view"]
+        for digest, first, keys in state["lists"]:
+            session.key_lists[digest] = first, keys
+            session._list_bytes += 8 * keys.numel()
+        return session
 
     # Requests about values.
 
@@ -359,6 +399,35 @@ class RequestHandler:
         self._lost: set[int] = set()
         self._some_left = False
         """Whether a client has left, so that a space may be dropped soon."""
+
+    # Snapshots, for a copy of this handler on another server.
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state of all spaces and clients. Its tensors are in use: copy them before the next request."""
+        return {
+            "spaces": [(shard.description.to_json().decode(), shard.snapshot()) for shard in self.shards.values()],
+            "sessions": [session.snapshot() for session in self.sessions.values()],
+            "handlers": list(self._control.handlers),
+            "observers": [(member, tuple(header)) for member, header in self._early_observers],
+            "lost": sorted(self._lost),
+            "some_left": self._some_left,
+        }
+
+    def load_snapshot(self, state: dict[str, Any]) -> None:
+        """Continue like the handler whose `snapshot` this is. The tensors belong to this handler from now on."""
+        self.shards.clear()
+        for text, content in state["spaces"]:
+            description = SpaceDescription.from_json(text.encode())
+            shard = ParameterShard(description, self._index_of(description))
+            shard.load_snapshot(content)
+            self.shards[description.space_id] = shard
+        self.sessions = {
+            (each["space"], each["member"]): ClientSession.from_snapshot(each, self.shards[each["space"]])
+            for each in state["sessions"]
+        }
+        self._control.handlers = [str(name) for name in state["handlers"]]
+        self._early_observers = [(member, RequestHeader(*fields)) for member, fields in state["observers"]]
+        self._lost, self._some_left = set(state["lost"]), state["some_left"]
 
     # Requests.
 
@@ -537,7 +606,12 @@ class RequestHandler:
     def _handle_deferred(self) -> list[OutgoingReply]:
         """Handle the deferred requests that are ready now."""
         replies: list[OutgoingReply] = []
-        progress = any(session.deferred for session in self.sessions.values())
+        for session in self.sessions.values():
+            if session.deferred:
+                break
+        else:
+            return replies
+        progress = True
         while progress:
             progress = False
             for session in list(self.sessions.values()):

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Lock
 from syncline.server import protocol
+from syncline.server.network import ServerNetwork
 from syncline.server.protocol import REPLY_BYTES, ReplyHeader, RequestHeader
 from syncline.transports import BytesHandle, Handle, Transport
 
@@ -32,14 +32,32 @@ MAX_REPLY_BYTES = REPLY_BYTES + protocol.MAX_INLINE_BYTES
 EMPTY_BODY = torch.empty(0, dtype=torch.uint8)
 
 
-@dataclass(eq=False)
+class ShardServers:
+    """The servers of a shard's chain, in order, each with the `replica` of requests there. New ones come at the end."""
+
+    def __init__(self, network: ServerNetwork, server: int) -> None:
+        self.replicated = network.replicas > 1
+        self._network, self._server = network, server
+
+    def __call__(self, refresh: bool = False) -> Sequence[tuple[int, int]]:
+        """The chain as far as it is known; with `refresh`, as the chain log has it now, if the store answers."""
+        if not self.replicated:
+            return ((self._server, 0),)
+        log = self._network.chain_log
+        if refresh:
+            with suppress(RuntimeError):
+                log.read()
+        return log.chain_of(self._network.servers.index(self._server))
+
+
+@dataclass(eq=False, slots=True)
 class PendingRequest:
     """A request to one server, until its reply is handled."""
 
     connection: ServerConnection
     header: RequestHeader
     body: Tensor
-    """Bytes. They are kept until the reply arrives, because the request may be sent again."""
+    """Bytes or values. They are kept until the reply arrives, because the request may be sent again."""
     out: Tensor | None
     """A 1-D float32 tensor that the reply fills."""
     lock: Lock
@@ -87,9 +105,10 @@ class ServerConnection:
     The shard lives on the servers of `chain`. The client talks to the first of them that is not lost.
     """
 
-    def __init__(self, transport: Transport, chain: Sequence[int], index: int, space_id: int) -> None:
+    def __init__(self, transport: Transport, chain: ShardServers, index: int, space_id: int) -> None:
         self.transport = transport
-        self.chain = tuple(chain)
+        self._servers = chain
+        self._space_id = space_id
         self.replica = 0
         """The place in the chain of the server that gets the requests."""
         self.index = index
@@ -106,12 +125,18 @@ class ServerConnection:
         the caller uses again.
         """
         self.pending: dict[int, PendingRequest] = {}
-        self._first_tags = [protocol.first_tag(space_id, replica) for replica in range(len(self.chain))]
+        self._set_chain(chain())
         self._finished: set[int] = set()
         self._wire = transport.runtime.lock()
         """Held while a header and its body are sent, so that no other task sends a body between them; and while the
         connection moves to another server.
         """
+
+    def _set_chain(self, chain: Sequence[tuple[int, int]]) -> None:
+        self.chain = tuple(member for member, _ in chain)
+        self._offsets = [offset for _, offset in chain]
+        """The `replica` of requests at each server of the chain."""
+        self._first_tags = [protocol.first_tag(self._space_id, offset) for offset in self._offsets]
 
     @property
     def member(self) -> int:
@@ -154,7 +179,7 @@ class ServerConnection:
         """Send a request again, under the same number, with the list of keys that the server does not remember."""
         assert pending.keys is not None
         with self._wire:
-            pending.body = torch.cat([pending.keys.contiguous().view(torch.uint8), pending.body])
+            pending.body = torch.cat([pending.keys.contiguous().view(torch.uint8), pending.body.view(torch.uint8)])
             flags = pending.header.flags | protocol.KEYS
             pending.header = pending.header._replace(flags=flags, length=pending.body.numel())
         self.post_and_send(pending)
@@ -178,6 +203,8 @@ class ServerConnection:
             pending.replied = False
             while True:
                 if self.transport.gone_reason(self.member):
+                    if self.replica + 1 == len(self.chain):
+                        self._set_chain(self._servers(refresh=True))  # a new server is added at the end
                     if self.replica + 1 == len(self.chain):
                         return False
                     self.replica += 1
@@ -214,11 +241,11 @@ class ServerConnection:
         if pending.finished:
             return
         header, transport, member = pending.header, self.transport, self.member
-        if self.replica:
-            header = header._replace(replica=self.replica)
+        if self._offsets[self.replica]:
+            header = header._replace(replica=self._offsets[self.replica])
         if header.length <= protocol.MAX_INLINE_BYTES:
-            message = (header.pack(), pending.body.numpy().data)
-            transport.send_bytes(message, member, protocol.REQUEST_TAG, lossy=header.repeats)
+            body = (pending.body.numpy().data.cast("B"),) if header.length else ()
+            transport.send_bytes((header.pack(), *body), member, protocol.REQUEST_TAG, lossy=header.repeats)
         else:
             transport.send_bytes((header.pack(),), member, protocol.REQUEST_TAG)
             tag = self._first_tags[self.replica] + protocol.BODY_TAG
@@ -258,7 +285,7 @@ class ServerConnection:
 
     def _mark_replied(self, pending: PendingRequest, posted: BytesHandle) -> bool:
         """Record that the reply has arrived; False if the request was sent to another server meanwhile."""
-        if len(self.chain) == 1:
+        if not self._servers.replicated:
             return True
         with self._wire:
             pending.replied = pending.reply_receive is posted
@@ -298,7 +325,7 @@ class ServerConnection:
         elif reply.length != 4 * pending.out.numel():
             raise self._error(f"replied with {reply.length} B, and {4 * pending.out.numel()} B were requested")
         elif inline:
-            pending.out.numpy()[:] = np.frombuffer(data, np.float32, pending.out.numel(), REPLY_BYTES)
+            pending.out.numpy().data.cast("B")[:] = data[REPLY_BYTES:]
         elif reply.length:
             if pending.data_receive is None:  # the first encoded reply is exact
                 pending.data_receive = self._receive_data(pending, pending.out)
@@ -326,7 +353,7 @@ class RequestSender:
         self,
         transport: Transport,
         space_id: int,
-        chains: Sequence[Sequence[int]],
+        chains: Sequence[ShardServers],
         retry_s: float | None,
         on_reply: Callable[[PendingRequest, ReplyHeader], None],
     ) -> None:
@@ -346,8 +373,9 @@ class RequestSender:
         out: Tensor | None = None,
         keys: Tensor | None = None,
         view: Tensor | None = None,
+        place: tuple[int, int, int, int] | None = None,
     ) -> PendingRequest:
-        """Send a request. Wait first if too many are in flight."""
+        """Send a request. Wait first if too many are in flight. `place` replaces some fields; see `numbered`."""
         if view is not None:
             self._finish_overlapping_views(connection, header)
         while True:
@@ -356,15 +384,15 @@ class RequestSender:
                 oldest = connection.blocking_request()
                 if oldest is None:
                     number = connection.last_number = connection.last_number + 1
-                    after = number - 1 if header.kind == protocol.BYE else header.after
-                    header = header._replace(
-                        space=self._space_id, number=number, after=after, acked=connection.acked, length=body.numel()
-                    )
+                    if place is None:
+                        after = number - 1 if header.kind == protocol.BYE else header.after
+                        place = (after, header.first, header.count, header.seed)
+                    header = header.numbered(self._space_id, number, connection.acked, body.nbytes, place)
                     pending = PendingRequest(connection, header, body, out, self._runtime.lock(), keys, view)
                     connection.pending[number] = pending
                     break
             self.finish(oldest)
-        self.bytes_sent += body.numel()
+        self.bytes_sent += header.length
         try:
             connection.post_and_send(pending)
         except Exception as error:

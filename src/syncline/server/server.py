@@ -4,8 +4,9 @@
 
     client 2:   header ─► body, received into its buffer ─► RequestHandler (one at a time) ─► send the replies
 
-With replicas, each shard that this server holds has a `ReplicaChain` around its handler. If the transport calls a
-listener for each message, no task waits here. Otherwise one task for each client does.
+With replicas, each shard that this server holds has a `ReplicaChain` around its handler, and one task reads and writes
+the `ChainLog`: which servers are lost, and which are new. If the transport calls a listener for each message, no task
+waits for requests. Otherwise one task for each client does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor
 from syncline.errors import PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.runtime import Event, Task
 from syncline.server import protocol
+from syncline.server.chain_log import ChainEntry
 from syncline.server.client import Client
 from syncline.server.network import ServerNetwork
 from syncline.server.protocol import MAX_BODY_BYTES, RECORD_BYTES, REQUEST_BYTES, RecordHeader, RequestHeader
@@ -45,6 +47,10 @@ SPACE_OFFSET, NUMBER_OFFSET = 12, 40
 MAX_MESSAGE_BYTES = RECORD_BYTES + REQUEST_BYTES + protocol.MAX_INLINE_BYTES
 MAX_BODIES_IN_FLIGHT = 2
 """Bodies of one client that are received at once: the next arrives while one is handled."""
+ASK_AGAIN_S = 0.5
+"""Seconds after which a new server asks again for the snapshots that it has not got."""
+STORE_RETRY_S = 0.2
+"""Seconds after which the chain log is read again, if the store has not answered."""
 
 
 @dataclass(slots=True)
@@ -74,23 +80,35 @@ class Server:
         self._runtime = network.transport.runtime
         self._lock = self._runtime.lock()
         self._pool = ReplyBuffers(self._runtime.lock())
-        self.handler = RequestHandler(self._shard_numbers(network.me), self._pool, network.workers)
+        own = network.servers[network.server_number]
+        self.handler = RequestHandler(self._shard_numbers(own), self._pool, network.workers)
         self.chains: dict[int, ReplicaChain] = {}
         """With replicas: by the number of the server whose shard it is."""
+        self._clients = {*network.workers, *network.evaluators} - set(network.servers)
+        self._lost_servers: list[int] = []
+        """Losses that are not in the chain log yet."""
+        self._level_servers: list[tuple[int, int, int]] = []
+        """New servers that this one may add to the chain log: shard, member, and the number of the replaced server."""
+        self._chain_news: Event = self._runtime.event()
+        """Set when the chain log is to be read or written."""
+        self._error: Exception | None = None
+        """Why this server cannot continue."""
         if network.replicas > 1:
             self.chains = {chain.shard: chain for chain in map(self._make_chain, range(network.replicas))}
         self._changed: Event = self._runtime.event()
         self._member_gone: Event = self._runtime.event()
         self._closed = False
         self._tasks: list[Task] = []
+        self._worker_tasks: list[Task] = []
+        """On a transport without listeners: those of `_tasks` that serve a worker."""
         self._listening: RequestListener | None = None
         self._incoming: dict[int, deque[_Incoming]] = {}
         """By client: requests whose bodies are being received, and those behind them."""
         self._refusals = WarningLog(logger, self._runtime.now)
         self._gone: set[int] = set()
-        self._first_newcomer = 1 + max(network.workers + network.servers + network.evaluators)
-        self._newcomers: set[int] = set()
-        """Workers that have joined later."""
+        self._first_later = network.first_later
+        self._joined_workers: set[int] = set()
+        """Workers that have joined later, as far as they have sent requests to this server. New servers send none."""
         self._relays: dict[int, Relay] = {}
         self._parent_clients: dict[int, Client] = {}
 
@@ -110,11 +128,12 @@ class Server:
     def _make_chain(self, place: int) -> ReplicaChain:
         """The chain in which this server has a place: 0 for its own shard, n for that of the n-th server before."""
         network, me = self.network, self.network.me
-        shard = (network.servers.index(me) - place) % len(network.servers)
+        shard = (network.server_number - place) % len(network.servers)
         server, handler = network.servers[shard], self.handler
         if place:
             handler = RequestHandler(self._shard_numbers(server), self._pool, network.workers)
-        return ReplicaChain(shard, network.chain(server), me, handler, self._send_record)
+        on_level = partial(self._add_to_log, shard)
+        return ReplicaChain(shard, network.chain(server), me, handler, self._send_record, on_level)
 
     def start(self) -> Server:
         """Begin to serve."""
@@ -126,8 +145,15 @@ class Server:
         if self._listening is None:
             # A sub-master is a client of its parent. No server is its own client.
             masters = [each for each in network.servers if each != network.me] if network.dedicated else ()
-            for member in (*network.workers, *network.newcomers, *network.evaluators, *masters):
+            newcomers = [each for each in network.newcomers if each != network.me]
+            workers = (*network.workers, *network.joined_workers)
+            for member in (*workers, *network.evaluators, *masters, *newcomers):
                 self._tasks.append(self._runtime.spawn(self._serve_member, member, name=f"server-{member}"))
+            self._worker_tasks = self._tasks[: len(workers)]
+        if self.chains:
+            self._tasks.append(self._runtime.spawn(self._follow_chain_log, name="chains"))
+        if network.replaces is not None:
+            self._tasks.append(self._runtime.spawn(self._catch_up, name="catch-up"))
         return self
 
     def _awaited_worker(self) -> int | None:
@@ -146,14 +172,25 @@ class Server:
 
     def join(self) -> None:
         """Return when every worker has left or is lost."""
-        for task in self._tasks[: len(self.network.workers) + len(self.network.newcomers)]:
+        for task in self._worker_tasks:
             task.join()  # without a timeout, which would hide deadlocks from the simulator
         while self._listening is not None:
             with self._lock:
-                if self._closed or self._gone.issuperset((*self.network.workers, *self._newcomers)):
-                    return
+                if self._closed or self._error or self._workers_are_gone():
+                    break
                 self._member_gone.clear()
             self._member_gone.wait(why="the workers to leave")
+        if self._error is not None:
+            raise self._error
+
+    def _workers_are_gone(self) -> bool:
+        """Whether every worker has left or is lost. A new server knows those that have joined from the snapshots."""
+        if self.network.elastic and not all(chain.joined for chain in self.chains.values()):
+            return False
+        handlers = [chain.handler for chain in self.chains.values()] or [self.handler]
+        present = {each for handler in handlers for space in handler.shards for each in handler.members_in(space)}
+        joined = {each for each in present if each >= self._first_later}
+        return self._gone.issuperset((*self.network.workers, *self._joined_workers, *joined))
 
     def wait_left(self, space_id: int, timeout_s: float) -> bool:
         """Wait until all clients have left a space; False after the timeout."""
@@ -175,6 +212,7 @@ class Server:
     def close(self) -> None:
         """Stop serving. Whoever made the network closes its transport."""
         self._closed = True
+        self._chain_news.set()
         if self._listening is not None:
             self._listening.close()
             self._member_gone.set()
@@ -211,13 +249,13 @@ class Server:
         """A header has arrived; a short body is with it."""
         if self._closed or member in self._gone:
             return
-        if member >= self._first_newcomer:
-            self._newcomers.add(member)
         record = None
-        if self.chains and member in self.network.servers:
+        if self.chains and self._is_record(member, data):
             record, data = self._read_record(member, data)
             if record is None:
                 return
+        elif member >= self._first_later:
+            self._note_joined_worker(member)
         header, refusal = self._read_header(member, data)
         if header is None:
             return
@@ -290,10 +328,12 @@ class Server:
                 self._refuse_unreadable(member, view[:0], str(error))
                 continue
             record, data = None, view[: receive.nbytes]
-            if self.chains and member in self.network.servers:
+            if self.chains and self._is_record(member, data):
                 record, data = self._read_record(member, data)
                 if record is None:
                     continue
+            elif member >= self._first_later:
+                self._note_joined_worker(member)
             header, refusal = self._read_header(member, data)
             if header is None:
                 continue
@@ -321,6 +361,12 @@ class Server:
 
     # Both kinds of transports.
 
+    def _note_joined_worker(self, member: int) -> None:
+        """A member that has joined later has sent a request: it is a worker."""
+        if member not in self._joined_workers:
+            with self._lock:
+                self._joined_workers.add(member)
+
     def _read_header(self, member: int, data: memoryview) -> tuple[RequestHeader | None, str]:
         """A request's header, and why it is refused; None if the header cannot be read, which the sender is told."""
         try:
@@ -335,6 +381,10 @@ class Server:
             return header, f"a body of {header.length} B; at most {MAX_BODY_BYTES} B are allowed"
         return header, ""
 
+    def _is_record(self, member: int, data: memoryview) -> bool:
+        """Whether a message is a server's record. A server may have joined after this one."""
+        return member not in self._clients and data[: len(protocol.RECORD_MAGIC)] == protocol.RECORD_MAGIC
+
     def _read_record(self, member: int, data: memoryview) -> tuple[RecordHeader | None, memoryview]:
         """The header of a record, and the request after it; None if nothing is to be done about the request."""
         try:
@@ -345,19 +395,33 @@ class Server:
         except ProtocolError as error:
             self._refusals.warn(f"server {self.network.me} drops a record of member {member}: {error}")
             return None, data
-        if record.kind == protocol.ACKED:
-            self._act(partial(chain.acknowledge, member, record.number), chain.place)
+        if record.kind in protocol.ANSWERS:
+            self._act(partial(self._answer, chain, member, record), self._offset(chain))
             return None, data
         return record, data[RECORD_BYTES:]
+
+    def _answer(self, chain: ReplicaChain, member: int, record: RecordHeader) -> list[OutgoingReply]:
+        if record.kind == protocol.ACKED:
+            return chain.acknowledge(member, record.number)
+        if record.kind == protocol.RECEIVED:
+            return chain.pieces_received(member, record.member, record.number)
+        chain.admit(member, record.member, record.number)
+        return []
+
+    def _offset(self, chain: ReplicaChain) -> int:
+        """The `replica` of requests about a chain's shard at this server."""
+        return (self.network.server_number - chain.shard) % len(self.network.servers)
 
     def _handle(self, member: int, header: RequestHeader, body: Tensor, record: RecordHeader | None = None) -> None:
         """Handle a complete request, of a client or as the record of another server."""
         if not self.chains and not header.replica:
             self._act(partial(self.handler.handle, member, header, body))
         elif record is not None:
-            self._act(partial(self.chains[record.shard].receive, member, ReplicaRecord(record, header, body)))
-        elif (chain := self._chain_of(header)) is not None:
-            self._act(partial(chain.request, member, header, body), chain.place)
+            chain = self.chains[record.shard]
+            receive = chain.receive_piece if record.kind == protocol.SNAPSHOT else chain.receive
+            self._act(partial(receive, member, ReplicaRecord(record, header, body)), self._offset(chain))
+        elif (asked := self._chain_of(header)) is not None:
+            self._act(partial(asked.request, member, header, body), header.replica)
         else:
             reason = f"replica {header.replica} of a shard on another server, and this one has {len(self.chains)}"
             self._send(refuse(member, header, reason), header.replica)
@@ -365,15 +429,23 @@ class Server:
     def _chain_of(self, header: RequestHeader) -> ReplicaChain | None:
         if header.replica >= len(self.chains):
             return None
-        servers = self.network.servers
-        return self.chains[(servers.index(self.network.me) - header.replica) % len(servers)]
+        return self.chains[(self.network.server_number - header.replica) % len(self.network.servers)]
 
     def _lose(self, member: int, left: bool) -> None:
-        """Tell the handlers that a member is gone."""
-        for chain in self.chains.values():
-            self._act(partial(chain.lose, member, left), chain.place)
+        """Tell the handlers that a member is gone. That a server is lost counts when it is in the chain log."""
         if not self.chains:
             self._act(partial(self.handler.lose, member, left))
+            return
+        if member not in self.network.chain_log.numbers:
+            self._lose_in_chains(member, left)
+        if member not in self._clients | self._joined_workers:
+            with self._lock:
+                self._lost_servers.append(member)
+            self._chain_news.set()
+
+    def _lose_in_chains(self, member: int, left: bool) -> None:
+        for chain in self.chains.values():
+            self._act(partial(chain.lose, member, left), self._offset(chain))
 
     def _reject(self, member: int, header: RequestHeader, reason: str) -> None:
         self._refusals.warn(f"server {self.network.me} refuses a request of member {member}: {reason}")
@@ -383,7 +455,7 @@ class Server:
         else:
             text = protocol.bytes_tensor(reason.encode()[: protocol.MAX_INLINE_BYTES])
             refused = header._replace(length=text.numel())
-            self._act(partial(chain.request, member, refused, text, protocol.REJECTED), chain.place)
+            self._act(partial(chain.request, member, refused, text, protocol.REJECTED), header.replica)
 
     def _refuse_unreadable(self, member: int, data: memoryview, reason: str) -> None:
         """Refuse a header that cannot be read, under the number that it seems to have."""
@@ -404,11 +476,79 @@ class Server:
         for reply in replies:
             self._send(reply, replica)
 
+    # The chain log, and a new server.
+
+    def _add_to_log(self, shard: int, member: int, server: int) -> None:
+        """A new server is level with this one, the last of a chain."""
+        self._level_servers.append((shard, member, server))
+        self._chain_news.set()
+
+    def _follow_chain_log(self) -> None:
+        """Write what this server has noticed into the chain log, and do what the log says."""
+        log = self.network.chain_log
+        while not self._closed:
+            self._chain_news.wait(why="news of the chains")
+            self._chain_news.clear()
+            with self._lock:
+                lost, level = list(self._lost_servers), list(self._level_servers)
+            try:
+                for member in lost:
+                    log.lose(member)
+                for shard, member, server in level:
+                    log.append(shard, member, server, by=self.network.me)
+                entries = log.read()
+            except RuntimeError as error:
+                logger.debug("server %d: the store does not answer: %s", self.network.me, error)
+                self._runtime.sleep(STORE_RETRY_S)
+                self._chain_news.set()
+                continue
+            with self._lock:
+                del self._lost_servers[: len(lost)], self._level_servers[: len(level)]
+            self._apply_entries(entries)
+
+    def _apply_entries(self, entries: Sequence[ChainEntry]) -> None:
+        for entry in entries:
+            if entry.shard < 0:
+                if entry.member == self.network.me:
+                    self._fail(WorldError("the others have declared this server lost: it takes no part any more"))
+                self._lose_in_chains(entry.member, left=False)
+            elif entry.shard in self.chains:
+                chain = self.chains[entry.shard]
+                self._act(partial(chain.append, entry.member), self._offset(chain))
+
+    def _fail(self, error: Exception) -> None:
+        """End this server: `join` raises the error."""
+        self._closed, self._error = True, error
+        self._member_gone.set()
+
+    def _catch_up(self) -> None:
+        """As a new server: ask the last server of each chain for its state, until this one is in all chains."""
+        network, log, begun = self.network, self.network.chain_log, self._runtime.now()
+        while not self._closed:
+            with self._lock:
+                missing = [chain for chain in self.chains.values() if not chain.joined]
+                for chain in missing:
+                    last = log.last_of(chain.shard)
+                    if last is not None and not self._transport.gone_reason(last):
+                        chain.ask_to_join(last, network.server_number)
+            if not missing:
+                seconds = self._runtime.now() - begun
+                logger.warning(
+                    "this server has taken the place of server %d: the state of its %d shards was copied in %.1f s",
+                    network.server_number,
+                    len(self.chains),
+                    seconds,
+                )
+                self._member_gone.set()  # all workers are known now
+                return
+            self._chain_news.set()  # servers may have been added or lost
+            self._runtime.sleep(ASK_AGAIN_S)
+
     def _send_record(self, member: int, record: ReplicaRecord) -> None:
         """Send a record, or an acknowledgement, to another server of a chain."""
         header, request, body, transport = record.header, record.request, record.body, self._transport
         try:
-            if header.kind == protocol.ACKED:
+            if header.kind in protocol.ANSWERS:
                 transport.send_bytes((header.pack(),), member, protocol.REQUEST_TAG)
                 return
             long = body.numel() > protocol.MAX_INLINE_BYTES

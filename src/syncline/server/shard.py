@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,6 +144,20 @@ class WorkerClocks:
         self._update()
         return True
 
+    def snapshot(self) -> dict[str, Any]:
+        """The clocks, and the workers that still train or pause, for a copy on another server."""
+        return {
+            "of": dict(self.of),
+            "skipped": dict(self._skipped),
+            "training": sorted(self._training),
+            "paused": sorted(self._paused),
+        }
+
+    def load_snapshot(self, state: dict[str, Any]) -> None:
+        self.of, self._skipped = dict(state["of"]), dict(state["skipped"])
+        self._training, self._paused = set(state["training"]), set(state["paused"])
+        self._update()
+
     def _update(self) -> None:
         self.total_steps = sum(self.of.values()) - sum(self._skipped.values())
         self.slowest = min(map(self.of.__getitem__, self._training), default=NO_CLOCK)
@@ -157,6 +172,11 @@ class _SyncStep:
     """The workers that have pushed all of it."""
     weights: dict[int, float] = field(default_factory=dict)
     """The number of gradients of each worker; parts of them may be on other servers."""
+
+
+COPIED = ("open_step", "stopping", "orphan_reason", "group_steps", "late_steps", "version", "_left_at", "_states",
+          "_state_names", "_loading", "_kept_bytes", "_others_at_read", "_step_staleness")  # fmt: skip
+"""Fields of a shard that a snapshot has as they are: numbers, texts, tensors, and dicts of them."""
 
 
 class ParameterShard:
@@ -422,7 +442,14 @@ class ParameterShard:
         self, rule: UpdateRule, state: dict[str, Tensor], low: int, values: Tensor, rate: float | None, write_back: bool
     ) -> None:
         high = low + values.numel()
-        block = max(1, high - low) if isinstance(rule, HandlerRule) else BLOCK_ELEMENTS  # a handler gets the whole push
+        if high - low <= BLOCK_ELEMENTS:
+            whole = high - low == self.weights.numel()  # a slice of a small tensor takes as long as the update
+            weights = self.weights if whole else self.weights[low:high]
+            _run_rule(rule, weights, values, {name: each[low:high] for name, each in state.items()}, rate)
+            if write_back:
+                values.copy_(weights)
+            return
+        block = high - low if isinstance(rule, HandlerRule) else BLOCK_ELEMENTS  # a handler gets the whole push
         for at in range(low, high, block):
             part = slice(at, min(at + block, high))
             weights, update = self.weights[part], values[at - low : part.stop - low] if high - low > block else values
@@ -559,6 +586,54 @@ class ParameterShard:
         elif (low, high) in self._pieces:
             self._pieces[low, high].load_state_dict({})
 
+    # Snapshots: all of the above, for a server that takes part in the chain from now on.
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state of the shard. Its tensors are those of the shard: copy them before the next request."""
+        steps = {
+            clock: {
+                "pushes": {worker: list(map(_push_fields, pushes)) for worker, pushes in step.pushes.items()},
+                "ticked": sorted(step.ticked),
+                "weights": step.weights,
+            }
+            for clock, step in self._sync_steps.items()
+        }
+        return {
+            "weights": self.weights,
+            "clocks": self.clocks.snapshot(),
+            "fields": {name: getattr(self, name) for name in COPIED},
+            "rules": [repr(rule) for rule in self._rules],
+            "pieces": {span: piece.snapshot() for span, piece in self._pieces.items()},
+            "handlers": {name: state for name, (_, state) in self._handlers.items()},
+            "steps": steps,
+        }
+
+    def load_snapshot(self, state: dict[str, Any]) -> None:
+        """Continue like the shard whose `snapshot` this is. The tensors belong to this shard from now on."""
+        self.weights = state["weights"]
+        self.clocks.load_snapshot(state["clocks"])
+        for name in COPIED:
+            setattr(self, name, state["fields"][name])
+        self._rules = [build_rule(spec) for spec in state["rules"]]
+        self._pieces = {}
+        for (low, high), piece in state["pieces"].items():
+            group = self.description.group_of(low + self.first)
+            self._piece(group, low, high).load_snapshot(piece)
+        for name, rows in state["handlers"].items():
+            self._handlers[name] = self._handler(name)[0], rows
+        self._sync_steps = {
+            clock: _SyncStep(
+                {worker: [Push(*fields) for fields in pushes] for worker, pushes in step["pushes"].items()},
+                set(step["ticked"]),
+                step["weights"],
+            )
+            for clock, step in state["steps"].items()
+        }
+
+
+def _push_fields(push: Push) -> tuple[Any, ...]:
+    return push.first, push.values, push.keys, push.rate, push.scale, push.handler, push.state_slot
+
 
 def _torch_optimizer(rule: UpdateRule) -> str | None:
     """The name of the torch optimizer that a rule corresponds to."""
@@ -567,7 +642,7 @@ def _torch_optimizer(rule: UpdateRule) -> str | None:
 
 def _run_rule(rule: UpdateRule, weights: Tensor, values: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
     """Apply a rule. A handler works on copies, because it may raise halfway or put new tensors into its state."""
-    if not isinstance(rule, HandlerRule):
+    if type(rule) is not HandlerRule:  # isinstance() takes longer for an abstract class
         rule.apply(weights, values, state, rate)
         return
     changed, rows = weights.clone(), {name: each.clone() for name, each in state.items()}

@@ -149,6 +149,10 @@ class _AllReduceRun(StrategyRun):
     def elastic_refusal(self) -> str:
         return "" if not self._delay else f"{self.strategy!r} has gradients in flight: leave the delay or --elastic out"
 
+    @property
+    def counted_steps(self) -> int:
+        return self._gradients.completed
+
     def use_team(self) -> None:
         self._gradients.rebind()
 

@@ -200,7 +200,7 @@ class StrategyRun(Run):
         self.epoch_continues = False
         """Whether this worker had run out of data, and data of a lost worker was dealt to it since."""
         self._counted_at_batch: int | None = None
-        """`counted_steps` when the current batch was read; None before the first."""
+        """`counted_steps` when the current batch was read, or awaited by a worker without data; None before."""
         self._untrained_batches = 0
         """The number of latest batches that are in no step that counts for all, the current one included."""
         self.on_resize = settings.on_resize
@@ -342,6 +342,19 @@ class StrategyRun(Run):
         """A count that grows when the batches of all workers have become part of what survives the loss of one."""
         return self.progress
 
+    @property
+    def epoch_needs_round(self) -> bool:
+        """Whether all workers take part in a round at the end of an epoch, also if they run out of data together."""
+        return False
+
+    @property
+    def has_untrained_batches(self) -> bool:
+        """Whether this worker has trained on batches that would be lost with it."""
+        return self._counted_at_batch is not None and self.counted_steps == self._counted_at_batch
+
+    def complete_in_flight(self) -> None:
+        """Wait for reductions in flight, in which newcomers have no part. Every worker calls it, before some join."""
+
     def use_team(self) -> None:
         """Continue with the present team: the communicator has another rank and size. Every worker calls it."""
 
@@ -368,6 +381,11 @@ class StrategyRun(Run):
         """Replace each tensor by its mean over the workers. Every worker calls it."""
         for tensor, mean in zip(tensors, mean_of_all(self.communicator, tensors), strict=True):
             tensor.detach().copy_(mean)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this worker is the only one, from the start to the end of the job."""
+        return self.communicator.size == 1 and self.world.elastic is None
 
     @property
     def inside_agreed(self) -> bool:
@@ -423,7 +441,7 @@ class StrategyRun(Run):
     @contextmanager
     def agreed(self) -> Iterator[None]:
         self.world.finish_left()
-        if self.inside_agreed or (self.communicator.size == 1 and not self.asynchronous):
+        if self.inside_agreed or (self.alone and not self.asynchronous):
             yield
             return
         self.watch.check_replaced()
@@ -450,7 +468,7 @@ class StrategyRun(Run):
                 "admitted to the team: the others had passed each epoch before it, and its model is not trained"
             )
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
-        if self.communicator.size > 1 or self.asynchronous:
+        if not self.alone or self.asynchronous:
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
@@ -496,11 +514,15 @@ class StrategyRun(Run):
 
     def batch_read(self, reader: Sharded | MicroBatches) -> None:
         """A batch of a reader is about to be trained on."""
+        self.global_batch_begins()
+        if self.world.elastic is not None:
+            self.world.elastic.batch_read(self.world, self.readers.place_of(reader), self.stats.steps)
+
+    def global_batch_begins(self) -> None:
+        """The workers train on the next global batch, in which this one may have no share."""
         trained = self.counted_steps != self._counted_at_batch
         self._counted_at_batch = self.counted_steps
         self._untrained_batches = 1 if trained else self._untrained_batches + 1
-        if self.world.elastic is not None:
-            self.world.elastic.batch_read(self.world, self.readers.place_of(reader), self.stats.steps)
 
     def note_trained(self) -> None:
         """A loop over data continues with its next batch, or ends. For runs whose workers claim their batches."""
@@ -511,10 +533,10 @@ class StrategyRun(Run):
         The batches of lost workers are dealt again, unless a complete step has counted them.
         """
         counted = self.counted_steps != self._counted_at_batch
-        lost = () if (change.trained and counted) or self.uneven.joined else change.lost
-        # A worker that has run out of data has no share of the current global batch.
-        untrained = (0 if counted else self._untrained_batches) + self.uneven.waits
-        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, max(1, untrained))
+        # In the rounds of a worker without data, the first one trains all that is left.
+        lost = () if counted and (change.trained or self.uneven.waits) else change.lost
+        untrained = 1 if counted else self._untrained_batches
+        self.epoch_continues |= self.readers.regroup(change.rank, change.size, lost, untrained)
 
     def newcomer_state(self) -> dict[str, Any]:
         """The state of this worker that a newcomer starts from."""
@@ -552,12 +574,22 @@ class StrategyRun(Run):
         elastic = self.world.elastic
         if elastic is None:
             return False
-        due, elastic.idle_after_loss = elastic.idle_after_loss, False
-        if due:
-            self.share_steps(missed)
-            self.uneven.forget_rates()
-        elastic.between_steps(self.world)
+        due = self.catch_up(missed)
+        if not self.has_untrained_batches:  # a newcomer starts from weights that all have
+            if elastic.expects_newcomers:
+                self.complete_in_flight()
+            elastic.between_steps(self.world)
         return due
+
+    def catch_up(self, missed: int) -> bool:
+        """Bring workers that have missed steps up to date if data was dealt to them again. Returns whether it was."""
+        elastic = self.world.elastic
+        if elastic is None or not elastic.idle_after_loss:
+            return False
+        elastic.idle_after_loss = False
+        self.share_steps(missed)
+        self.uneven.forget_rates()
+        return True
 
     def share_steps(self, missed: int) -> None:
         """Bring workers that have missed steps up to date. Every worker calls it."""
@@ -573,7 +605,9 @@ class StrategyRun(Run):
         if not elastic.joining:
             self._team_size = self.communicator.size
             self.use_team()
-            self.readers.regroup(self.communicator.rank, self.communicator.size, ())
+            self.readers.regroup(*elastic.place_in_reader_team, ())
+            if elastic.data_changes_later:  # the others were told of the change when they had this run already
+                self.uneven.forget_rates()
         else:  # a newcomer takes over the state of all its runs where its first loop over data begins
             self.readers.enter_at = lambda place: not elastic.joining or elastic.enter(self.world, place)
             self.readers.place_of_team = elastic.place_of_team

@@ -110,7 +110,7 @@ class DiLoCoRun(AveragingRun):
 
     def _reset_outer(self) -> None:
         """Begin with the model's weights and no velocity."""
-        weights = [] if self._alone else self.weights
+        weights = [] if self.alone else self.weights
         self.outer = [weight.to(wide_dtype(weight.dtype), copy=True) for weight in weights]
         self._velocity = [torch.zeros_like(weight) for weight in self.outer]
 
@@ -120,8 +120,15 @@ class DiLoCoRun(AveragingRun):
 
     @property
     def elastic_refusal(self) -> str:
-        overlap = self.strategy.overlap
-        return f"{self.strategy!r} has a round in flight: leave overlap or --elastic out" if overlap else ""
+        return ""
+
+    def complete_in_flight(self) -> None:
+        if self._in_progress:
+            self._wait()
+
+    def share_steps(self, missed: int) -> None:
+        self.complete_in_flight()  # a team that changes later sends all messages in the same order
+        super().share_steps(missed)
 
     # Steps and rounds.
 
@@ -198,9 +205,8 @@ class DiLoCoRun(AveragingRun):
     # State.
 
     def restart(self) -> None:
+        self.complete_in_flight()
         super().restart()
-        if self._reduction is not None:
-            self._wait()
         self._since, self._sent, self._moved = 0, [], None
         self._reset_outer()
 
@@ -216,7 +222,7 @@ class DiLoCoRun(AveragingRun):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
         self._since = int(state.get("since", 0))
-        if self._alone:
+        if self.alone:
             return
         outer, velocity = state.get("outer"), state.get("velocity")
         if not outer or not velocity:  # saved by a world of one; the model is loaded already
@@ -230,6 +236,8 @@ class DiLoCoRun(AveragingRun):
             # All workers begin with the model of all, which includes this outer step.
             self.outer, self._velocity = self._stepped(self._moved)
             self._moved, self.rounds = None, self.rounds + 1
+        # A worker that joins in a round of the others has no part in it: its own steps begin now.
+        self._sent = [] if self._moved is None else [weight.clone() for weight in self.weights]
 
     def own_state(self) -> dict[str, Any]:
         return {"sent": dict(zip(self._names, self._sent, strict=False))}

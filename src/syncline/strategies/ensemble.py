@@ -29,7 +29,7 @@ from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import plain_name
 from syncline.strategies.base import FlatLayout, Preset, Strategy, StrategyRun, all_tensors, check_counts
 from syncline.strategies.local_weights import LocalWeightsRun
-from syncline.world import allgather
+from syncline.world import RepeatedCall, allgather, barrier
 from syncline.world.hooks import ModuleHook
 
 __all__ = ["Average", "Ensemble", "mean_prediction"]
@@ -115,6 +115,22 @@ class _AloneRun(LocalWeightsRun):
                 "out, or take local(period=…)"
             )
 
+    @property
+    def elastic_refusal(self) -> str:
+        """Lost workers are left out of the mean. No worker joins: it would begin as a copy of another."""
+        elastic = self.world.elastic
+        if elastic is None or not elastic.joining:
+            return ""
+        return (
+            f"{self.strategy!r} survives the loss of a worker, but no worker can join: the others do not communicate "
+            "while they train; leave --restart out"
+        )
+
+    @property
+    def counted_steps(self) -> int:
+        """The steps: what a lost worker has trained is lost with its model, and is not dealt to the others."""
+        return self.progress
+
     def after_step(self) -> None:
         """No communication."""
 
@@ -138,7 +154,7 @@ class _EnsembleRun(_AloneRun):
 
     @property
     def members(self) -> int:
-        return self.communicator.size
+        return 1 + len(self._others) if self.inside_agreed else self.communicator.size
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -163,7 +179,7 @@ class _EnsembleRun(_AloneRun):
 
     def show_agreed(self) -> None:
         tensors = {name: each.detach() for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
-        first, *self._others = self._gathered(tensors)
+        first, *self._others = self._gather_members(tensors)
         self._note_spread([first, *self._others])
         for name, tensor in tensors.items():
             tensor.copy_(first[name])
@@ -181,6 +197,19 @@ class _EnsembleRun(_AloneRun):
             )
         self.same_size = True
         super().load_local_states(states)
+
+    def _gather_members(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The tensors of every worker. In an elastic job all of them are of the same workers."""
+        elastic, group = self.world.elastic, self.communicator.group
+        if elastic is None:
+            return self._gathered(tensors)
+
+        def attempt() -> list[dict[str, Tensor]]:
+            found = self._gathered(tensors)
+            barrier(group)  # no worker has all members before all have
+            return found
+
+        return elastic.run(self.world, RepeatedCall(attempt))
 
     def _gathered(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The tensors of every worker, with one all-gather for each dtype."""

@@ -99,11 +99,11 @@ class LocalRun(AveragingRun):
         self._base: list[Tensor] | None = None
         """The weights after the last round, if rounds average differences."""
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
-        if (self.communicator.codec is not None or halves) and not self._alone:
+        if (self.communicator.codec is not None or halves) and not self.alone:
             self._base = [weight.clone() for weight in self.weights]
         self._reducer: RunReducer | None = None
         """Reduces the gradients of the synchronous steps."""
-        if self._synchronous_for and not self._alone:
+        if self._synchronous_for and not self.alone:
             self._reducer = self._make_reducer()
         self.deltas.prepare()
 
@@ -261,7 +261,7 @@ class LocalRun(AveragingRun):
         """After a load: the number of steps may be beyond the synchronous steps, or before their end again."""
         if not self.synchronous and self._reducer is not None:
             self._end_synchronous()
-        elif self.synchronous and self._reducer is None and not self._alone:
+        elif self.synchronous and self._reducer is None and not self.alone:
             self._reducer = self._make_reducer()
 
     def shared_state(self) -> dict[str, Any]:

@@ -55,7 +55,6 @@ class LocalWeightsRun(StrategyRun):
         """Rounds of all workers so far."""
         self.same_size = True
         """Whether the loaded checkpoint is of as many workers."""
-        self._alone = self.communicator.size == 1 and self.world.elastic is None
         self.hooks += [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
@@ -165,7 +164,7 @@ class LocalWeightsRun(StrategyRun):
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.settings.check_finite:
             check_gradients(self)
-        if self._alone:
+        if self.alone:
             return
         if self.needs_every_step and not hasattr(optimizer, "found_inf"):  # a fused optimizer reports skipped steps
             frame = inspect.currentframe()
@@ -183,7 +182,7 @@ class LocalWeightsRun(StrategyRun):
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1
         self.note_reduction()
-        if not self._alone:
+        if not self.alone:
             with torch.no_grad():
                 self.after_step()
 
@@ -194,6 +193,16 @@ class AveragingRun(LocalWeightsRun):
     def setup(self) -> None:
         super().setup()
         self.deltas = DeltaReducer(self.model, self.communicator, self.settings)
+
+    @property
+    def counted_steps(self) -> int:
+        """The reductions: a round may be interrupted after its reduction is complete."""
+        return self.deltas.completed
+
+    @property
+    def epoch_needs_round(self) -> bool:
+        """In an elastic job: batches since the last round could not be dealt again after the end of their epoch."""
+        return self.world.elastic is not None and self.has_untrained_batches
 
     def use_team(self) -> None:
         self.deltas.rebind()

@@ -335,7 +335,7 @@ class _Epochs(Generic[R]):
                     self._set_weight(*((1.0, False) if ended or trained else weight_before))
                     if pace.uneven and trained and not ended:
                         run.uneven.leave(pace.counts is None or pace.pieces > pace.counts.fewest)
-                if pace.uneven and (trained or not pieces):
+                if (pace.uneven and (trained or not pieces)) or (self._pad and trained and run.epoch_needs_round):
                     ended = self._settle(pace)
                 if not ended:
                     pace = self._pace(place, pace)

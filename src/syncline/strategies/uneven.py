@@ -40,8 +40,6 @@ class UnevenData:
         """The latest arguments of `set_weight`."""
         self.waits = False
         """Whether this worker has run out of data, and takes part in the others' rounds."""
-        self.joined = False
-        """Whether it has completed such a round: the last global batch is trained then."""
         self.rates: list[list[float]] | None = None
         """The learning rates at each reduction of an uneven epoch; None outside such an epoch."""
         self._compares_rates = True
@@ -177,14 +175,20 @@ class UnevenData:
 
         If the team has changed meanwhile, this worker returns to its loop: data may have been dealt to it.
         """
-        run, missed, continues, self.waits = self._run, 0, False, True
+        run, missed, self.waits = self._run, 0, True
+        run.global_batch_begins()
         try:
-            while not continues and self._join_round():
-                missed, self.joined = missed + 1, True
-                continues = run.between_steps(missed)
+            while self._join_round():
+                missed += 1
+                if run.between_steps(missed):
+                    missed = 0
+                    if run.epoch_continues:
+                        break
+            else:
+                run.catch_up(missed)
         finally:
-            self.waits = self.joined = False
-        continues, run.epoch_continues = continues or run.epoch_continues, False
+            self.waits = False
+        continues, run.epoch_continues = run.epoch_continues, False
         if continues:
             raise EpochContinues
         return missed

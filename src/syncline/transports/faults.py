@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from syncline.errors import SpecError
 
-__all__ = ["Delay", "Drop", "Duplicate", "Fault", "Join", "Kill", "Partition", "Slow"]
+__all__ = ["Delay", "Drop", "Duplicate", "Fault", "Freeze", "Join", "Kill", "Partition", "Slow"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,25 @@ class Join:
 
     def __post_init__(self) -> None:
         _check_time(self.at)
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """The process of `rank` is stopped at `at`, as by SIGSTOP, and continues after `seconds`.
+
+    The launcher of an elastic job counts it as lost if no heartbeat has come for 10 s.
+
+    >>> Freeze(1, at=0.5, seconds=12.0)
+    Freeze(rank=1, at=0.5, seconds=12.0)
+    """
+
+    rank: int
+    at: float = 0.0
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_time(self.at)
+        _check_time(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -82,19 +101,28 @@ class Delay:
 
 @dataclass(frozen=True)
 class Partition:
-    """From `start` to `stop` no message passes between `group` and the others. They are delivered afterwards.
+    """From `start` to `stop` no message passes between `group` and `others`. They are delivered afterwards.
+
+    `others` None means all other ranks. The launcher of an elastic job and its store are then on their side: it counts
+    the group as lost if no heartbeat has come for 10 s.
 
     >>> Partition((0, 1), stop=1.0).separates(0, 2, 0.5)
     True
+    >>> Partition((0,), others=(1,)).separates(2, 0, 0.5)      # one link
+    False
     """
 
     group: tuple[int, ...]
     start: float = 0.0
     stop: float = math.inf
+    others: tuple[int, ...] | None = None
 
     def separates(self, source: int, to: int, now: float) -> bool:
         """Whether a message between the two is held at `now`."""
-        return self.start <= now < self.stop and (source in self.group) != (to in self.group)
+        return self.start <= now < self.stop and (self._between(source, to) or self._between(to, source))
+
+    def _between(self, one: int, other: int) -> bool:
+        return one in self.group and (other not in self.group if self.others is None else other in self.others)
 
 
 @dataclass(frozen=True)
@@ -125,15 +153,15 @@ class Duplicate:
         _check_probability(self.probability)
 
 
-Fault = Kill | Join | Slow | Delay | Partition | Drop | Duplicate
+Fault = Kill | Freeze | Join | Slow | Delay | Partition | Drop | Duplicate
 
 
 def ranks_of(fault: Fault) -> tuple[int, ...]:
     """The ranks that a fault names."""
-    if isinstance(fault, Kill | Slow):
+    if isinstance(fault, Kill | Freeze | Slow):
         return (fault.rank,)
     if isinstance(fault, Partition):
-        return tuple(fault.group)
+        return (*fault.group, *(fault.others or ()))
     if isinstance(fault, Delay):
         return tuple(rank for rank in (fault.source, fault.to) if rank is not None)
     return ()

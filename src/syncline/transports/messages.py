@@ -86,20 +86,23 @@ class MessageHeader(NamedTuple):
     @staticmethod
     def read(data: bytes | memoryview, peer: int, kinds: Container[int] = ONLY_MESSAGES) -> MessageHeader:
         """Read a header that came from `peer`. Raises a `ProtocolError` if it is malformed."""
-
-        def refuse(reason: str) -> ProtocolError:
-            return ProtocolError(f"header from rank {peer} refused: {reason}", peer=peer)
-
         if len(data) != HEADER_BYTES:
-            raise refuse(f"{len(data)} bytes where {HEADER_BYTES} were expected")
-        kind, reserved, sender, tag, length, number, channel = _HEADER.read(data, refuse)
+            raise _refuse_header(peer, f"{len(data)} bytes where {HEADER_BYTES} were expected")
+        try:
+            kind, reserved, sender, tag, length, number, channel = _HEADER.read(data, ProtocolError)
+        except ProtocolError as error:
+            raise _refuse_header(peer, str(error)) from None
         if kind not in kinds or reserved:
-            raise refuse(f"unknown kind {kind} (reserved: {reserved})")
+            raise _refuse_header(peer, f"unknown kind {kind} (reserved: {reserved})")
         if sender != peer:
-            raise refuse(f"it claims to come from rank {sender}")
+            raise _refuse_header(peer, f"it claims to come from rank {sender}")
         if length > MAX_MESSAGE_BYTES:
-            raise refuse(f"a length of {length} bytes")
+            raise _refuse_header(peer, f"a length of {length} bytes")
         return MessageHeader(sender, tag, length, number, kind, channel)
+
+
+def _refuse_header(peer: int, reason: str) -> ProtocolError:
+    return ProtocolError(f"header from rank {peer} refused: {reason}", peer=peer)
 
 
 def pack_header(sender: int, tag: int, length: int, number: int, kind: int = MESSAGE, channel: int = 0) -> bytes:
@@ -172,19 +175,20 @@ class Mailbox:
             if on_message is None:
                 self._listeners.pop(tag, None)
                 return
-            self._listeners[tag] = on_message
             for message in [each for each in self.arrived if each.tag == tag]:
                 self.arrived.remove(message)
                 self.waiting_bytes -= 0 if message.data is None else message.nbytes
                 on_message(message)
+            self._listeners[tag] = on_message
 
     def deliver(
         self, data: Tensor | memoryview, source: int, tag: int, matched: Callable[[], None] | None = None
     ) -> None:
         """Add a message. `matched` is called when a receive takes it."""
         nbytes = data.numel() if isinstance(data, Tensor) else len(data)
+        message = ArrivedMessage(nbytes, source, tag, data, matched or do_nothing)
         with self._lock:
-            if self._place(ArrivedMessage(nbytes, source, tag, data, matched or do_nothing)):
+            if self._place(message):
                 return
             if self.waiting_bytes + nbytes > MAX_UNRECEIVED_BYTES:
                 self.arrived.pop()

@@ -28,7 +28,7 @@ from syncline.transports.base import (
     format_bytes,
     group_ranks_by_text,
 )
-from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
+from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Freeze, Kill, Partition, ranks_of, slowness
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.memory_store import MemoryStore
 from syncline.transports.messages import Mailbox, MailboxHandle, PostedReceive, channel_closed, do_nothing, tag_name
@@ -40,6 +40,8 @@ __all__ = [
     "SimulatedNetwork",
     "SimulatedTransport",
     "VirtualTiming",
+    "cut_off_rank",
+    "freeze_rank",
     "job_channel",
     "kill_rank",
 ]
@@ -50,6 +52,8 @@ MAX_KEPT_CALLS = 1024
 """Number of collectives of a channel whose calls are stored. A rank further behind is not compared."""
 STORE_LATENCY_S = 1e-4
 """Virtual seconds that a call to the job's store takes."""
+LOST_AFTER_S = 10.0
+"""Virtual seconds without a heartbeat after which the launcher of an elastic job counts a worker as lost."""
 RETRY_AFTER_S = 0.05
 """Seconds after which a lossy message is sent again, if the network drops messages."""
 
@@ -116,7 +120,10 @@ class _DirectedLink:
 class SimulatedNetwork:
     """The state of the simulated network: ports, messages in flight, and the ranks that have ended."""
 
-    def __init__(self, simulator: Simulator, size: int, model: Network, faults: Sequence[Fault] = ()) -> None:
+    def __init__(
+        self, simulator: Simulator, size: int, model: Network, faults: Sequence[Fault] = (), elastic: bool = False
+    ) -> None:
+        """`elastic`: a launcher watches the ranks, and counts those without heartbeats as lost."""
         self.simulator = simulator
         self.size = size
         self.model = model
@@ -128,6 +135,9 @@ class SimulatedNetwork:
         self.lost: int | None = None
         """The rank that the first timeout has named. All later ones name the same."""
         self.gone: dict[int, float] = {}
+        self.declared: dict[int, float] = {}
+        """The ranks that the launcher counts as lost although they have not ended, and since when."""
+        self._elastic = elastic
         self.blames: dict[int, int] = {}
         """By rank: the lost rank in its latest error."""
         self._causes: dict[int, int] = {}
@@ -229,6 +239,49 @@ class SimulatedNetwork:
                 raise WorldError(f"{fault} strikes a rank outside the world of {self.size}")
             if isinstance(fault, Kill):
                 self.simulator.schedule(fault.at, self.kill_callback(fault.rank))
+            elif isinstance(fault, Freeze):
+                self.simulator.schedule(fault.at, partial(self.freeze, fault.rank, fault.seconds))
+            elif isinstance(fault, Partition) and fault.others is None:
+                for rank in fault.group:
+                    silent = partial(self._miss_heartbeats, rank, fault.stop - fault.start)
+                    self.simulator.schedule(fault.start, silent)
+
+    def freeze(self, rank: int, seconds: float) -> None:
+        """Stop the tasks of a rank for so long."""
+        self.simulator.freeze(rank)
+        self.simulator.schedule(seconds, partial(self.simulator.thaw, rank))
+        self._miss_heartbeats(rank, seconds)
+
+    def cut_off(self, rank: int, seconds: float) -> None:
+        """Hold all messages of a rank, and its calls to the store, for so long from now on."""
+        now = self.simulator.now
+        self.faults = (*self.faults, Partition((rank,), start=now, stop=now + seconds))
+        self._miss_heartbeats(rank, seconds)
+
+    def _miss_heartbeats(self, rank: int, seconds: float) -> None:
+        """No heartbeat of a rank reaches the launcher for so long. In chaos mode the seed draws whether it is lost."""
+        if not self._elastic:
+            return
+        lost = self.simulator.schedule(LOST_AFTER_S, partial(self._declare_lost, rank))
+        if seconds < math.inf:
+            self.simulator.schedule(seconds, partial(self.simulator.cancel, lost))
+
+    def _declare_lost(self, rank: int) -> None:
+        """The launcher counts a rank as lost: the others end their waits for it, and it may still run."""
+        if rank not in self.gone:
+            self.simulator.faulted = True
+            self.declared[rank] = self.simulator.now
+            self._break_links(rank)
+
+    def call_store(self, rank: int) -> None:
+        """A call to the job's store takes its time. A rank that is cut off waits until it is reachable again."""
+        self.runtimes[rank].sleep(STORE_LATENCY_S)
+        for fault in self.faults:
+            if isinstance(fault, Partition) and fault.others is None and rank in fault.group:
+                while fault.start <= self.simulator.now < fault.stop:
+                    if fault.stop == math.inf:
+                        raise RuntimeError(f"rank {rank} is cut off from the store")
+                    self.runtimes[rank].sleep_until(fault.stop)
 
     def kill_callback(self, rank: int) -> Callable[[], None]:
         """A function that ends all tasks of a rank."""
@@ -264,6 +317,9 @@ class SimulatedNetwork:
                 max([*arrivals, self.simulator.now + 1e-9]), lambda: self._break_when_quiet(rank)
             )
             return
+        self._break_links(rank)
+
+    def _break_links(self, rank: int) -> None:
         self._broken.add(rank)
         for transport in self._transports:
             transport.peer_broke(rank)
@@ -274,7 +330,9 @@ class SimulatedNetwork:
 
     def end_of(self, rank: int) -> str:
         """How a rank has ended."""
-        how = "was killed" if rank in self.killed else "ended with an exception"
+        if rank not in self.gone:
+            return f"no heartbeat for {LOST_AFTER_S:.3g} s at t={self.declared[rank]:.6g} s"
+        how = "was killed" if rank in self.killed else "ended"
         return f"it {how} at t={self.gone[rank]:.6g} s"
 
     def cause_of(self, rank: int) -> int:
@@ -427,7 +485,7 @@ class SimulatedTransport(Transport):
             named = rank if self.network.lost is None else self.network.lost
         if named is not None and named in self.network.gone:
             self.network.blames[self.global_rank] = named
-        since = self.network.gone.get(-1 if named is None else named)
+        since = {**self.network.declared, **self.network.gone}.get(-1 if named is None else named)
         gone = f" (gone since t={since:.6g} s)" if since is not None else f" after {seconds:.3g} s"
         whom = "anyone" if named is None else f"rank {named}"
         return PeerLostError(
@@ -438,7 +496,7 @@ class SimulatedTransport(Transport):
         )
 
     def control_store(self) -> MemoryStore:
-        return MemoryStore(self.network.control_values, lambda: self.runtime.sleep(STORE_LATENCY_S))
+        return MemoryStore(self.network.control_values, lambda: self.network.call_store(self.global_rank))
 
     def lost(self) -> dict[int, str]:
         return {rank: self.network.end_of(rank) for rank in self.members if self.network.broken(rank)}
@@ -481,10 +539,11 @@ class SimulatedConnector:
         """`roles` are those of the processes that are not workers."""
         self.network, self.member, self.timeout, self.roles = network, member, timeout, roles
         self.runtime: Runtime = network.runtimes[member]
-        self.store: KeyValueStore = MemoryStore(network.control_values, lambda: self.runtime.sleep(STORE_LATENCY_S))
+        self.store: KeyValueStore = MemoryStore(network.control_values, lambda: network.call_store(member))
 
     def lost(self) -> dict[int, str]:
-        return {rank: self.network.end_of(rank) for rank in self.network.gone if self.network.broken(rank)}
+        network = self.network
+        return {rank: network.end_of(rank) for rank in {**network.declared, **network.gone} if network.broken(rank)}
 
     def connect(self, members: tuple[int, ...], number: int) -> Transport:
         channel = self.network.channel(("team", number, members))
@@ -569,10 +628,26 @@ def kill_rank(transport: Transport) -> None:
 
     `Kill` knows only virtual times. They mean little in chaos mode: it would strike before anything has begun.
     """
+    network, rank = _simulated(transport, "kill its process")
+    network.simulator.schedule(0.0, network.kill_callback(rank))
+
+
+def freeze_rank(transport: Transport, seconds: float) -> None:
+    """Stop the process of this rank for so long, from now on; see `kill_rank`, and `Freeze`."""
+    network, rank = _simulated(transport, "send its process SIGSTOP, and SIGCONT later")
+    network.simulator.schedule(0.0, partial(network.freeze, rank, seconds))
+
+
+def cut_off_rank(transport: Transport, seconds: float) -> None:
+    """Hold all messages of this rank for so long, from now on; see `kill_rank`, and `Partition`."""
+    network, rank = _simulated(transport, "drop its packets")
+    network.simulator.schedule(0.0, partial(network.cut_off, rank, seconds))
+
+
+def _simulated(transport: Transport, instead: str) -> tuple[SimulatedNetwork, int]:
     if not isinstance(transport, SimulatedTransport):
-        raise IncompatibleError(f"a rank of {transport.name} is not simulated: kill its process")
-    network = transport.network
-    network.simulator.schedule(0.0, network.kill_callback(transport.global_rank))
+        raise IncompatibleError(f"a rank of {transport.name} is not simulated: {instead}")
+    return transport.network, transport.global_rank
 
 
 class _SimulatedSend:

@@ -221,10 +221,12 @@ class Elastic:
         self._state_channel: Transport | None = None
         """The channel on which a newcomer of the present team receives the state."""
         self.idle_after_loss = False
-        """Whether workers without data took part in a step that was repeated after a loss: they continue the epoch with
-        data of the lost worker, and need the weights of the others. The same on all members, between two steps."""
+        """Whether workers without data took part in the first step after a change of the data: they may continue the
+        epoch with data of a lost worker, and need the weights and the steps of the others. The same on all members,
+        between two steps."""
         self.data_changed = False
-        """Whether the data was dealt to another team in the present operation. The same on all members."""
+        """Whether a loss has interrupted an operation since the latest one that trains, so that batches may have been
+        dealt again. The same on all members: the operation that notices the loss may be one that does not train."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
@@ -270,9 +272,8 @@ class Elastic:
         """
         if self._inside or self.joining:
             return operation.attempt()
-        self.data_changed = False
         if self._postponed:
-            self._postponed = False
+            self._postponed, self.data_changed = False, True
             self._change_data(world, self._describe_change(self.team, trained=not operation.trains))
         self._inside = True
         try:
@@ -304,6 +305,8 @@ class Elastic:
                     break
                 operation.prepare_again()
         self.operations += 1
+        if operation.trains:
+            self.data_changed = False
         self._last = (operation.result(value), self.newcomers_known, self.idle_after_loss)
         return value
 
@@ -312,6 +315,20 @@ class Elastic:
         for run in world.runs:
             if run.elastic_refusal:
                 raise WorldError(f"{error}; {run.elastic_refusal}") from error
+
+    @property
+    def place_in_reader_team(self) -> tuple[int, int]:
+        """This member's rank in the team to which the next batch is dealt, and the size of that team.
+
+        It is an earlier team than the present one while the others are an operation ahead.
+        """
+        members = self._reader_team.members
+        return members.index(self.limits.member), len(members)
+
+    @property
+    def data_changes_later(self) -> bool:
+        """Whether the data changes to the present team in the next operation, because the others are one ahead."""
+        return self._postponed
 
     # Newcomers and changes between two steps.
 
@@ -371,6 +388,12 @@ class Elastic:
         """This member has run out of data, and takes part in a step for which the others have read a batch."""
         self._batch_team = self._reader_team
 
+    @property
+    def expects_newcomers(self) -> bool:
+        """Whether the next call of `between_steps` admits newcomers."""
+        connected = self._admission_due or self._preparations >= MAX_PREPARATIONS
+        return len(self.team.members) < self.limits.minimum or (self.newcomers_known and connected)
+
     def between_steps(self, world: World) -> None:
         """Admit newcomers that all members know of, or wait for some if too few members are left."""
         if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
@@ -379,13 +402,10 @@ class Elastic:
             self._behind = False
             self._change_data(world, self._describe_change(self.team, trained=True))
             return
-        if len(self.team.members) >= self.limits.minimum:
-            if not self.newcomers_known:
-                return
-            if not self._admission_due and self._preparations < MAX_PREPARATIONS:
-                if self._preparation is None:
-                    self._prepare()
-                return
+        if not self.expects_newcomers:
+            if self.newcomers_known and self._preparation is None:
+                self._prepare()
+            return
         self._inside = True
         try:
             self._change_team(world, None, None)
@@ -537,6 +557,7 @@ class Elastic:
             self._postponed = (found is not None or operation is None) and not between_steps
             self._behind = found is not None and between_steps
             if not (self._postponed or self._behind):  # before a newcomer gets the position in the data
+                self.data_changed |= not between_steps
                 self._change_data(world, change)
             self._send_state_to_newcomers(world, team.members.index(ahead[0]))
         logger.log(
@@ -577,7 +598,7 @@ class Elastic:
         return TeamChange(team.members.index(self.limits.member), len(team.members), lost, trained)
 
     def _change_data(self, world: World, change: TeamChange) -> None:
-        self._reader_team, self.data_changed = self.team, True
+        self._reader_team = self.team
         for run in world.runs:
             run.apply_change_of_data(change)
 

@@ -115,7 +115,8 @@ def simulate(
     processes = [each if isinstance(each, ExtraProcess) else ExtraProcess(each) for each in (*extra, *aside)]
     joins = [fault for fault in faults if isinstance(fault, Join)]
     _check_elastic(elastic, ranks, joins)
-    simulated = SimulatedNetwork(simulator, ranks + len(processes) + len(joins), network or Network(), faults)
+    count = ranks + len(processes) + len(joins)
+    simulated = SimulatedNetwork(simulator, count, network or Network(), faults, elastic is not None)
     roles = tuple(each.role for each in processes)
     hosts = tuple(f"host{simulated.model.host(rank)}" for rank in range(ranks))
     if elastic is None:
@@ -248,9 +249,15 @@ def _start_member(
     connector = SimulatedConnector(simulated, member, timeout, roles)
     world = elastic_world(Elastic(connector, found, ranks, timeout), environment, check, timeout)
     make_current(world)
-    result = fn(world)
+    result = None
+    try:
+        result = fn(world)
+    except SystemExit as end:
+        if end.code:
+            raise
     if not world.closed:
         world.elastic_leave()
+    simulated.leave(member)  # as the end of a process closes its connections
     return result
 
 

@@ -8,20 +8,24 @@ An update is a one at a key that is its own, on each server; so what a read saw 
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import syncline as sl
+from syncline.runtime import Event
 from syncline.server import Server, network_of, protocol
 from syncline.server.shard import ParameterShard
 from syncline.server.space import SpaceLayout
 from syncline.transports import Transport
 from syncline.transports.faults import Fault
 from syncline.transports.simulated import kill_rank
+from syncline.world.simulation import ExtraProcess
 
 ACKED, LATE = "acked", "late"
 
@@ -119,27 +123,108 @@ class Remembered(dict[int, ParameterShard]):
         super().__setitem__(space_id, space)
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """One round of a plan: servers are killed, and a new one takes the place of one of them."""
+
+    kills: tuple[int, ...]
+    """Numbers of servers. The new server of the first round has the number after the last of the first servers, …"""
+    number: int
+    """The number of the server whose place it takes."""
+    start_after: float = 0.0
+    killed_after: float | None = None
+    """Virtual seconds after which the new server is killed. Then the next one takes the same place."""
+
+
+@dataclass(frozen=True)
+class ReplacementPlan:
+    """Which servers are killed and replaced, one after the other. Enough replicas are left at all times."""
+
+    rounds: tuple[Replacement, ...] = ()
+
+    @staticmethod
+    def draw(draw: random.Random, servers: int, replicas: int) -> ReplacementPlan:
+        """One to three servers are replaced; the second may be the other server of the same shard."""
+        holders, rounds = {each: each for each in range(servers)}, []
+        pending: int | None = None
+        for number in range(draw.randint(1, 3)):
+            place = draw.choice(sorted(holders)) if pending is None else pending
+            kills = [holders[place]] if pending is None else []
+            if not number and replicas > 2 and draw.random() < 0.4:
+                second = draw.choice([each for each in holders if each != place])
+                kills.append(holders.pop(second))
+            ends = draw.random() < 0.3
+            holders[place], pending = servers + number, place if ends else None
+            after = draw.random() * 0.1 if draw.random() < 0.5 else 0.0
+            rounds.append(Replacement(tuple(kills), place, after, draw.random() * 0.05 if ends else None))
+        return ReplacementPlan(tuple(rounds))
+
+
 class Servers:
     """Dedicated servers of a simulation, `extra=servers.members`; their spaces can be looked at afterwards."""
 
-    def __init__(self, workers: int, servers: int, replicas: int = 1) -> None:
+    def __init__(self, workers: int, servers: int, replicas: int = 1, plan: ReplacementPlan | None = None) -> None:
         self._workers, self._servers, self._replicas = workers, servers, replicas
+        self._plan = plan or ReplacementPlan()
+        self.rounds = 0
+        """Rounds of the plan that have ended: the new server has joined, or was killed."""
         self.shards: dict[int, Remembered] = {}
         """By server: its own shards."""
         self._held: dict[tuple[int, int], Remembered] = {}
         """By server, and by the server whose shards they are."""
-        self.members = [self._serve] * servers
+        newcomers = [ExtraProcess(partial(self._serve_new, each), "new server") for each in self._plan.rounds]
+        self.members: list[ExtraProcess | Callable[[Transport], None]] = [*[self._serve] * servers, *newcomers]
         self._transports: dict[int, Transport] = {}
+        self._running: dict[int, Server] = {}
+        self._started: set[int] = set()
+        self._start_events: dict[int, Event] = {}
 
-    def _serve(self, transport: Transport) -> None:
-        network = network_of(transport, self._workers, self._servers, replicas=self._replicas)
+    def _serve(self, transport: Transport, replaces: int | None = None) -> None:
+        newcomers = len(self._plan.rounds)
+        network = network_of(
+            transport, self._workers, self._servers, replicas=self._replicas, newcomers=newcomers, replaces=replaces
+        )
         server, me = Server(network), network.me - self._workers
         self._transports[me] = transport
+        self._running[me] = server
         handlers = {shard: chain.handler for shard, chain in server.chains.items()} or {me: server.handler}
         for shard, handler in handlers.items():
             handler.shards = self._held[me, shard] = Remembered()
-        self.shards[me] = self._held[me, me]
+        self.shards[me] = self._held[me, me if replaces is None else replaces]
         server.start().join()
+
+    def _serve_new(self, one: Replacement, transport: Transport) -> None:
+        """Serve in the place of a lost server, as soon as the plan says so."""
+        me, runtime = transport.rank - self._workers, transport.runtime
+        event = self._start_events[me] = runtime.event()
+        if me not in self._started:
+            event.wait(why="the plan")
+        runtime.sleep(one.start_after)
+        runtime.spawn(self._end_round, one, me, transport, name="plan")
+        self._serve(transport, one.number)
+
+    def _end_round(self, one: Replacement, me: int, transport: Transport) -> None:
+        """Begin the next round when the new server has joined, or kill it before."""
+        if one.killed_after is None:
+            while me not in self._running or not all(each.joined for each in self._running[me].chains.values()):
+                transport.runtime.sleep(0.01)
+        else:
+            transport.runtime.sleep(one.killed_after)
+        self.rounds += 1
+        self.begin_round()
+        if one.killed_after is not None:
+            kill_rank(transport)
+
+    def begin_round(self) -> None:
+        """Kill the server of the next round, and let the new one start."""
+        if self.rounds < len(self._plan.rounds):
+            one = self._plan.rounds[self.rounds]
+            for server in one.kills:
+                self.kill_soon(server)
+            newcomer = self._servers + self.rounds
+            self._started.add(newcomer)
+            if newcomer in self._start_events:
+                self._start_events[newcomer].set()
 
     def kill_soon(self, server: int) -> None:
         """Kill a server, at a moment that the seed draws in chaos mode."""
@@ -153,8 +238,13 @@ class Servers:
         """
         found, complete = [], not any(member < self._workers for member in killed)
         for shard in range(self._servers if shards is None else shards):
-            chain = [(shard + after) % self._servers for after in range(self._replicas)]
-            living = [self._held[each, shard].all[0] for each in chain if each + self._workers not in killed]
+            holders = [each for each, server in self._running.items() if each + self._workers not in killed]
+            living = [
+                self._held[each, shard].all[-1]
+                for each in holders
+                if (each, shard) in self._held
+                and (self._running[each].chains[shard].joined if self._running[each].chains else True)
+            ]
             for replica in living[1:] if complete else ():
                 assert torch.equal(replica.weights, living[0].weights), f"the replicas of shard {shard} differ"
                 assert replica.clocks.of == living[0].clocks.of, f"the clocks of shard {shard} differ"

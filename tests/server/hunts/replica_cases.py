@@ -8,17 +8,18 @@ that a codec has changed, and what a handler keeps.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import syncline as sl
-from syncline.server import Client, Future, handler, open_space, protocol
+from syncline.server import Client, Future, handler, open_space, protocol, replication
 from syncline.server.filters import build_filter
 from syncline.transports.faults import Drop, Duplicate, Fault
-from tests.server.hunts.harness import Servers
+from tests.server.hunts.harness import ReplacementPlan, Servers
 
 RULES = ("add", "adam(0.1)", "momentum(0.1)", "torch('Rprop')", "handler('counts_pushes')")
 
@@ -48,6 +49,7 @@ class ReplicaCase:
     waits: bool
     """Whether the client waits for each reply: a request that is lost may arrive after a later one."""
     requests: int = 12
+    plan: ReplacementPlan = field(default_factory=ReplacementPlan)
 
     @staticmethod
     def draw(seed: int) -> ReplicaCase:
@@ -97,6 +99,10 @@ class OnlyClient:
             for server, before in case.dooms:
                 if before == number:
                     self.servers.kill_soon(server)
+            if number == 2:
+                self.servers.begin_round()
+            if number in (case.requests // 2, case.requests - 1):
+                self.await_round(world, 1 if number == case.requests // 2 else len(case.plan.rounds))
             self.ask(client)
             if case.waits or self.draw.random() < 0.5:
                 self.finish()
@@ -105,6 +111,14 @@ class OnlyClient:
         self.found += [names, *(client.read_state(1 + slot) for slot in range(len(names))), client.get()]
         client.close()
         return self.found
+
+    def await_round(self, world: sl.World, rounds: int) -> None:
+        """Wait until so many servers were replaced, with reads under way."""
+        for _ in range(3000):
+            if self.servers.rounds >= min(rounds, len(self.case.plan.rounds)):
+                return
+            world.compute(0.02)
+        raise AssertionError(f"{self.servers.rounds} rounds of {self.case.plan} have ended")
 
     def ask(self, client: Client) -> None:
         draw, numel = self.draw, self.case.numel
@@ -132,10 +146,11 @@ class OnlyClient:
 
 
 def play(case: ReplicaCase) -> tuple[list[Any], tuple[int, ...]]:
-    servers = Servers(1, case.servers, case.replicas)
+    servers = Servers(1, case.servers, case.replicas, case.plan)
     run = sl.simulate(
         OnlyClient(case, servers).run, 1, faults=case.faults, seed=case.seed, chaos=case.chaos, extra=servers.members,
-        network=sl.Network(latency=1e-4, jitter=0.5), timeout=20.0,
+        network=sl.Network(latency=1e-4, jitter=0.5),
+        timeout=2000.0 if case.plan.rounds else 20.0,  # in chaos mode a new server's questions take much virtual time
     )  # fmt: skip
     servers.weights(run.killed)
     return run.results[0], run.killed
@@ -143,8 +158,24 @@ def play(case: ReplicaCase) -> tuple[list[Any], tuple[int, ...]]:
 
 def check_same_replies(seed: int) -> tuple[int, ...]:
     """Run a case and compare the replies; return who was killed."""
+    return _compare(ReplicaCase.draw(seed))
+
+
+def check_replaced(seed: int) -> tuple[int, ...]:
+    """The same with servers that are replaced, and killed after the new ones have joined."""
     case = ReplicaCase.draw(seed)
-    expected, _ = play(replace(case, replicas=1, dooms=(), faults=(), chaos=False))
+    plan = ReplacementPlan.draw(random.Random(f"plan/{seed}"), case.servers, case.replicas)
+    with pytest.MonkeyPatch.context() as patch:
+        if seed % 2:
+            patch.setattr(replication, "SNAPSHOT_PIECE_BYTES", 1000 if case.numel < 100 else 20_000)
+        if seed % 3 == 0:
+            patch.setattr(replication, "MAX_BACKLOG_BYTES", 100)
+        return _compare(replace(case, dooms=(), plan=plan))
+
+
+def _compare(case: ReplicaCase) -> tuple[int, ...]:
+    undisturbed = replace(case, replicas=1, dooms=(), faults=(), chaos=False, plan=ReplacementPlan())
+    expected, _ = play(undisturbed)
     found, killed = play(case)
     assert len(found) == len(expected)
     for place, (one, other) in enumerate(zip(found, expected, strict=True)):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import syncline as sl
-from syncline.server import Client, Future, open_space, protocol
+from syncline.server import Client, Future, open_space, protocol, replication
 from syncline.server.filters import build_filter
 from syncline.testing.hunting import kill_soon
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Slow
 from tests.server.hunts import harness
-from tests.server.hunts.harness import ACKED, LATE, Journal, Pushed, Read, Servers, Tags
+from tests.server.hunts.harness import ACKED, LATE, Journal, Pushed, Read, ReplacementPlan, Servers, Tags
 
 SLACK = {"sequential": 0, "quorum": 0, "ssp": 2, "eventual": None}
 PATIENCE = 20.0
@@ -42,6 +42,16 @@ class Case:
     replicas: int = 1
     dooms: tuple[tuple[int, int, int], ...] = ()
     """Servers that are killed, each in which step of which worker."""
+    plan: ReplacementPlan = field(default_factory=ReplacementPlan)
+    """Servers that are killed and replaced. The first round begins in worker 0's second step."""
+
+    @staticmethod
+    def draw_replaced(consistency: str, seed: int) -> Case:
+        """A case in which servers are killed, replaced, and killed again."""
+        case = Case.draw_replicated(consistency, seed)
+        draw = random.Random(f"replaced/{consistency}/{seed}")
+        plan = ReplacementPlan.draw(draw, case.tags.servers, case.replicas)
+        return replace(case, dooms=(), plan=plan, doomed=case.doomed or None)  # worker 0 follows the plan
 
     @staticmethod
     def draw_replicated(consistency: str, seed: int) -> Case:
@@ -131,6 +141,8 @@ class Worker:
         for server, step, worker in self.case.dooms:
             if (step, worker) == (clock, me):
                 self.servers.kill_soon(server)
+        if me == 0:
+            self.follow_plan(clock)
         pushed = Pushed(clock)
         self.journal.pushed.append(pushed)
         way = self.draw.choice(("dense", "keys", "parts", "both"))
@@ -153,6 +165,16 @@ class Worker:
             self.reading.append(asked)  # several reads under way
         else:
             self.note(*asked)
+
+    def follow_plan(self, clock: int) -> None:
+        """Begin the first round of the plan in the second step, and wait for all rounds before the last step."""
+        rounds = len(self.case.plan.rounds)
+        if clock == 1:
+            self.servers.begin_round()
+        for _ in range(3000 if clock == self.case.tags.steps - 1 else 0):
+            if self.servers.rounds >= rounds:
+                break
+            self.world.compute(0.02)
 
     def push(self, client: Client, way: str, clock: int) -> Future:
         me, tags = self.world.rank, self.case.tags
@@ -214,14 +236,26 @@ def check_replicated_store(consistency: str, seed: int) -> Outcome:
         return check_case(Case.draw_replicated(consistency, seed))
 
 
+def check_replaced_store(consistency: str, seed: int) -> Outcome:
+    """The same with servers that are replaced, and killed after the new ones have joined."""
+    with pytest.MonkeyPatch.context() as patch:
+        if seed % 2:
+            for name, limit in (("MAX_INLINE_BYTES", 40), ("REPLY_SLOTS", 3), ("MAX_INFLIGHT_REQUESTS", 3)):
+                patch.setattr(protocol, name, limit)
+            patch.setattr(replication, "SNAPSHOT_PIECE_BYTES", 1000)
+        if seed % 3 == 0:
+            patch.setattr(replication, "MAX_BACKLOG_BYTES", 100)
+        return check_case(Case.draw_replaced(consistency, seed))
+
+
 def check_case(case: Case) -> Outcome:
     """Run a case and check its invariants."""
     tags, consistency, seed = case.tags, case.consistency, case.seed
     journals = [Journal(worker) for worker in range(tags.workers)]
-    servers = Servers(tags.workers, tags.servers, case.replicas)
+    servers = Servers(tags.workers, tags.servers, case.replicas, case.plan)
     run, opened = harness.play(
         lambda world: Worker(case, world, journals, servers).run(), journals, servers, faults=case.faults, seed=seed,
-        chaos=case.chaos, timeout=PATIENCE,
+        chaos=case.chaos, timeout=100 * PATIENCE if case.plan.rounds else PATIENCE,
     )  # fmt: skip
     ordered, lost = consistency != "quorum", [each for each in run.killed if each < tags.workers]
     for journal in journals:

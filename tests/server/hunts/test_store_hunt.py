@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.hunting import hunted, seeds
-from tests.server.hunts.store_cases import check_eventful, check_replicated_store, check_store
+from tests.server.hunts.store_cases import check_eventful, check_replaced_store, check_replicated_store, check_store
 
 
 @pytest.mark.hunt
@@ -17,9 +17,15 @@ def test_every_read_is_explained_and_nothing_acknowledged_is_lost(consistency: s
 @pytest.mark.hunt
 @pytest.mark.parametrize("consistency", ["sequential", "quorum", "ssp", "eventual"])
 def test_a_killed_server_loses_nothing_that_its_replicas_have(consistency: str) -> None:
-    outcomes = hunted(check_replicated_store, seeds(8), consistency)
+    outcomes = hunted(check_replicated_store, seeds(6), consistency)
     assert all(outcome.killed for outcome in outcomes if outcome.opened)
     check_eventful(outcomes)
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("consistency", ["sequential", "quorum", "ssp", "eventual"])
+def test_nothing_is_lost_if_servers_are_replaced_and_killed_again(consistency: str) -> None:
+    check_eventful(hunted(check_replaced_store, seeds(4), consistency))
 
 
 def test_a_read_waits_for_no_step_that_nobody_pushes_any_more() -> None:

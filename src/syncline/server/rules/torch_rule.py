@@ -179,6 +179,17 @@ class PieceOptimizer:
             empty = not part or all(bool(each.isnan().all()) for each in part.values())
             self._optimizer.state[parameter] = self._fresh(parameter) if empty else part
 
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that a copy of this optimizer on another server needs to continue with the same bits."""
+        return {"split": len(self._spans) > 1, "rate": self._rate, "optimizer": self._optimizer.state_dict()}
+
+    def load_snapshot(self, state: dict[str, Any]) -> None:
+        """Continue like the optimizer whose `snapshot` this is. The weights have been copied before."""
+        if state["split"]:
+            self._split()
+        self._rate = state["rate"]
+        self._optimizer.load_state_dict(state["optimizer"])
+
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Any]:
         return dict(next(iter(self.rule.make(parameter.detach()).state.values()), {}))
 

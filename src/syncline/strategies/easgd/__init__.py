@@ -26,6 +26,7 @@ from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_cou
 from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
 from syncline.strategies.easgd.synchronous import DEFAULT_TOTAL_PULL, HOSTS, ElasticRun, groups_of
 from syncline.strategies.parameter_server import ParameterServerStrategy, ServerOptions
+from syncline.world.elastic import Elastic
 
 __all__ = ["EASGD"]
 
@@ -89,6 +90,8 @@ class EASGD(ParameterServerStrategy):
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         self._check_momentum(optimizer)
+        if self.sync:
+            self._check_elastic(communicator.world.elastic)
         groups = groups_of(communicator.world, self.centres)
         self.alpha_in(groups, communicator.rank)
         if self.sync:
@@ -105,15 +108,34 @@ class EASGD(ParameterServerStrategy):
         0.3
         """
         most = max(len(group) for group in groups)
-        if self.alpha is None:
-            return DEFAULT_TOTAL_PULL / next(len(group) for group in groups if rank in group)
-        if self.alpha * most > 1.0 + 1e-9 and not self.unstable:
+        if self.alpha is not None and self.alpha * most > 1.0 + 1e-9 and not self.unstable:
             raise IncompatibleError(
                 f"{self} with {most} workers at a centre: alpha · {most} = {self.alpha * most:g}, and above 1 the "
                 f"centre jumps beyond them; give alpha of at most {1.0 / most:.4g}, none for "
                 f"{DEFAULT_TOTAL_PULL}/{most}, or unstable=True"
             )
-        return self.alpha
+        return self.alpha_of(next(len(group) for group in groups if rank in group))
+
+    def alpha_of(self, workers: int) -> float:
+        """The α of a centre with so many workers."""
+        return DEFAULT_TOTAL_PULL / workers if self.alpha is None else self.alpha
+
+    def _check_elastic(self, elastic: Elastic | None) -> None:
+        """Refuse what cannot follow another number of workers."""
+        if elastic is None:
+            return
+        if self.centres != 1:
+            raise IncompatibleError(
+                f"{self} has groups of workers, which cannot follow the changing team of an elastic job: leave "
+                "`centres` or --elastic out"
+            )
+        most = elastic.limits.maximum
+        if self.alpha is not None and self.alpha * most > 1.0 + 1e-9 and not self.unstable:
+            raise IncompatibleError(
+                f"{self} in an elastic job of up to {most} workers: alpha · {most} = {self.alpha * most:g}, and above "
+                f"1 the centre jumps beyond them; give alpha of at most {1.0 / most:.4g}, or none for "
+                f"{DEFAULT_TOTAL_PULL} / workers, which follows their number"
+            )
 
     def _check_momentum(self, optimizer: Optimizer) -> None:
         """Refuse momentum in both the strategy and the optimizer."""

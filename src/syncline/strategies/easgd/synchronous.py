@@ -8,7 +8,9 @@
          after    x ← x − α (x before − x̃),  x̃ ← x̃ + α Σ (x before − x̃)      both moves from the same x
 
 The differences from the centre are all-reduced. A copy moves only by the reduced sum, so that all copies have the same
-bits. In a tree each group of workers has a centre, and these have a root::
+bits. In an elastic job a round that a loss interrupts is repeated with the survivors, or all take its result: in both
+cases Σ x_i + x̃ loses only the weights that the lost worker had. In a tree each group of workers has a centre, and these
+have a root::
 
     root             x̃                      every `root_every` rounds, among one worker of each group:
                    /   \\                      c_g ← c_g − β (c_g − x̃),  x̃ ← x̃ + β Σ (c_g − x̃)
@@ -22,7 +24,7 @@ for deep learning (2016) for the tree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,15 +60,15 @@ class ElasticRun(AveragingRun):
         strategy, communicator = self.strategy, self.communicator
         self._since = 0
         """Steps since the last round."""
-        self.lookahead = NesterovLookahead(self._names, strategy.momentum if communicator.size > 1 else 0.0)
+        self.lookahead = NesterovLookahead(self._names, 0.0 if self.alone else strategy.momentum)
         self.centre: Centre
         groups = groups_of(self.world, strategy.centres)
-        alpha = strategy.alpha_in(groups, communicator.rank)
         if len(groups) > 1:
+            alpha = strategy.alpha_of
             tree = CentreTree(self._names, self.model, communicator, self.settings, groups, alpha, strategy.root_every)
             self.centre, self.deltas = tree, tree.deltas
         else:
-            self.centre = Centre(self._names, communicator, self.deltas, alpha)
+            self.centre = Centre(self._names, self.deltas, strategy.alpha_of)
         self._first_round = strategy.root_every if len(groups) > 1 else 1
         """The number of the round that moves the centre of all workers for the first time."""
         self.deltas.prepare()
@@ -74,6 +76,10 @@ class ElasticRun(AveragingRun):
     @property
     def first_exchange(self) -> int | None:
         return self.strategy.period
+
+    @property
+    def elastic_refusal(self) -> str:
+        return ""  # the strategy refuses trees and an alpha that is too large for the largest team
 
     # Steps.
 
@@ -109,10 +115,11 @@ class ElasticRun(AveragingRun):
 
     def _finish_round(self) -> tuple[list[Tensor], int]:
         """What this worker subtracts from its weights, and how many workers have data."""
-        self.rounds += 1
+        pull, alive = self.centre.finish(self.rounds + 1)
+        self.rounds += 1  # not before: if a worker is lost meanwhile, its steps since the last round do not count
         self._since = 0
         self.stats.staleness = 0
-        return self.centre.finish(self.rounds)
+        return pull, alive
 
     # State.
 
@@ -124,7 +131,7 @@ class ElasticRun(AveragingRun):
         self.lookahead.reset()
 
     def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), **self.centre.shared_state()}
+        return {**super().shared_state(), "since": self._since, **self.centre.shared_state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """A worker that the checkpoint does not know begins at the centre.
@@ -132,6 +139,7 @@ class ElasticRun(AveragingRun):
         If the centre has not moved yet, or there was one worker only, it is the model that was loaded before.
         """
         super().load_shared_state(state)
+        self._since = int(state.get("since", 0)) if self.same_size else 0
         self.centre.load_shared_state(state)
         if int(state.get("workers", 0)) == 1 or (self.rounds < self._first_round and not self.same_size):
             self.centre.reset(self.weights)
@@ -222,14 +230,12 @@ def subtract(tensors: Sequence[Tensor], pull: Sequence[Tensor] | None) -> None:
 class Centre:
     """One centre for all workers of a communicator: x̃ ← x̃ + α Σ (x_i − x̃)."""
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], communicator: Communicator, deltas: DeltaReducer, alpha: float
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], deltas: DeltaReducer, alpha: Callable[[int], float]) -> None:
+        """`alpha` gives α for a number of workers."""
         self.values = [weight.detach().to(wide_dtype(weight.dtype), copy=True) for weight in weights.values()]
         """The centre of this worker, at least in float32: its changes are too small for half precision."""
-        self.alpha = alpha
+        self._alpha = alpha
         self._names = list(weights)
-        self._communicator = communicator
         self._deltas = deltas
         self._differences: list[Tensor] = []
         self._reduction: ReductionPass | None = None
@@ -260,12 +266,15 @@ class Centre:
         Returns what this worker subtracts from its weights, and how many workers have data.
         """
         assert self._reduction is not None, "a round has begun"
+        # The workers in the sum. The present team of an elastic job may be another one, if one was lost meanwhile.
+        workers = round(self._reduction.complete().weight)
         means, alive = self._deltas.finish(self._reduction)
         self._reduction = None
+        alpha = self._alpha(workers)
         moves = [mean.to(value.dtype) for mean, value in zip(means, self.values, strict=True)]
-        torch._foreach_add_(self.values, moves, alpha=self.alpha * self._communicator.size)
+        torch._foreach_add_(self.values, moves, alpha=alpha * workers)
         pull, self._differences = self._differences, []
-        torch._foreach_mul_(pull, self.alpha)  # exact, also with a codec: its residual reaches the centre later
+        torch._foreach_mul_(pull, alpha)  # exact, also with a codec: its residual reaches the centre later
         return pull, alive
 
     # State.
@@ -305,7 +314,7 @@ class CentreTree(Centre):
         communicator: Communicator,
         settings: RunSettings,
         groups: Sequence[Sequence[int]],
-        alpha: float,
+        alpha: Callable[[int], float],
         root_every: int,
     ) -> None:
         self.groups = [list(group) for group in groups]
@@ -317,7 +326,7 @@ class CentreTree(Centre):
         self._within = _part_of(communicator, teams[own_group])
         self.deltas = DeltaReducer(model, self._within, settings)
         """Reduces within the group."""
-        super().__init__(weights, self._within, self.deltas, alpha)
+        super().__init__(weights, self.deltas, alpha)
         self._root = [value.clone() for value in self.values]
         self._beta = DEFAULT_TOTAL_PULL / len(self.groups)
         self._root_every = root_every

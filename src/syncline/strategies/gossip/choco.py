@@ -9,6 +9,8 @@ CHOCO: each worker keeps an estimate x̂ of its own weights and of each neighbou
     x̂_j ← x̂_j + s·q_j                           equal at j and at all its neighbours, which decode the same payload
     x_i ← x_i + γ Σ_j W_ij (x̂_j − x̂_i)          keeps the mean for any codec C
 
+In an elastic job workers have other neighbours after a loss. Each sends its x̂_i to them once, without the codec.
+
 What C leaves out of q stays in x_i − x̂_i and is in the next q, so no other error feedback is needed. The same holds for
 what float32, which codecs encode, leaves out of a difference in double precision. s and γ follow from the part of a
 random row that survives C, δ = ⟨x, Cx⟩² / (‖x‖²‖Cx‖²). s = ⟨x, Cx⟩ / ‖Cx‖² makes s·C a contraction, also for an
@@ -21,6 +23,7 @@ Koloskova, Stich, Jaggi: Decentralized stochastic optimization and gossip algori
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +33,7 @@ from torch import Tensor
 from syncline.codecs import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.base import all_finite, max_payload_bytes, pack, unpack
 from syncline.codecs.raw import Raw
-from syncline.errors import DivergedError, IncompatibleError
+from syncline.errors import DivergedError, IncompatibleError, SynclineError
 from syncline.reduction import Communicator
 from syncline.strategies.gossip.graphs import Graph
 from syncline.transports import Handle, Transport
@@ -52,38 +55,69 @@ class Mixing(Protocol):
         """The change of each weight. Valid until the next `begin`."""
         ...
 
+    def undo(self) -> None:
+        """Forget the latest round: a worker of an elastic job was lost in it."""
+        ...
+
+    def use(self, neighbours: Neighbours) -> None:
+        """Continue with other neighbours: the team of an elastic job has changed."""
+        ...
+
 
 class Neighbours:
     """The run's own channel to the neighbours. Constructed by all workers together."""
 
-    def __init__(self, communicator: Communicator, graph: Graph) -> None:
-        channel = communicator.group.transport.split(range(communicator.size))
-        assert channel is not None, "every rank is a member"
-        self.channel: Transport = channel
+    def __init__(self, communicator: Communicator, graph: Graph, channel: Transport) -> None:
+        """`channel` has the ranks of the communicator, and no other messages."""
+        self.rank = communicator.rank
+        self.channel = channel
         self.sources = graph.sources(communicator.rank)
         """The workers whose weights arrive here, with the factor of each."""
         self.targets = graph.targets(communicator.rank)
         self._stats = communicator.stats
         self._now = communicator.world.runtime.now
         self._began = 0.0
-        self._sending: list[Handle] = []
+        self._pending: list[Handle] = []
+        """Messages under way."""
 
     def begin(self) -> None:
         """Start to measure a round."""
         self._stats.next_round()
         self._began = self._now()
 
+    def receive(self, buffer: Tensor, source: int, tag: int, exact: bool = False) -> Handle:
+        """Receive from a source. The buffer must not be used until `wait` returns."""
+        handle = self.channel.recv(buffer, source, tag, exact=exact)
+        self._pending.append(handle)
+        return handle
+
     def send(self, data: Tensor, tag: int, logical: int, exact: bool) -> None:
         """Send to all targets. The data must not change until `wait` returns."""
-        self._sending += [self.channel.send(data, to, tag, exact=exact) for to in self.targets]
+        self._pending += [self.channel.send(data, to, tag, exact=exact) for to in self.targets]
         self._stats.sent(logical * len(self.targets), data.nbytes * len(self.targets))
 
-    def wait(self, receiving: Sequence[Handle]) -> None:
+    def exchange(self, own: Tensor, theirs: Mapping[int, Tensor], tag: int) -> None:
+        """Send `own` to all targets, and receive into `theirs` by source, outside of rounds."""
+        for source, row in theirs.items():
+            self.receive(row, source, tag, exact=True)
+        self._pending += [self.channel.send(own, to, tag, exact=True) for to in self.targets]
+        for handle in self._pending:
+            handle.wait()
+        self._pending = []
+
+    def settle(self) -> None:
+        """Wait until nothing is under way, after a lost worker has interrupted a round. Errors are ignored."""
+        pending, self._pending = self._pending, []
+        for handle in pending:
+            with suppress(SynclineError):
+                handle.wait()
+
+    def wait(self) -> None:
         """Wait for all receives and sends."""
         since = self._now()
-        for handle in (*receiving, *self._sending):
+        for handle in self._pending:
             handle.wait()
-        self._sending = []
+        self._pending = []
         ended = self._now()
         self._stats.reduced(self._began, ended, "weights of neighbours")
         self._stats.waited(since, ended)
@@ -114,14 +148,17 @@ class Choco:
         weights: Mapping[str, Tensor],
         codec: Codec,
         step_sizes: StepSizes,
-        rank: int,
         seed: int,
     ) -> None:
         self.step_sizes = step_sizes
         self._neighbours = neighbours
         self._layout = _CodedLayout(weights, codec)
-        self._codec, self._rank, self._seed = codec, rank, seed
+        self._codec, self._seed = codec, seed
         self._number = 0
+        self._exchange_due = False
+        """Whether the next round begins with an exchange of estimates, because the neighbours are others."""
+        self._before: Tensor | None = None
+        """`estimate` before the latest round, if that may have to be undone."""
         self._payloads: list[Tensor] = []
         self._receiving: dict[int, list[tuple[Handle, Tensor]]] = {}
         self.estimate = self.flat(list(weights.values()))
@@ -136,32 +173,35 @@ class Choco:
         return self._layout.flat(weights)
 
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
-        neighbours, layout = self._neighbours, self._layout
+        neighbours, layout, rank = self._neighbours, self._layout, self._neighbours.rank
+        if self._exchange_due:
+            self.exchange_estimates(self.estimate)
+        if self._before is not None:
+            self._before.copy_(self.estimate)
         neighbours.begin()
         self._number = number
         change = layout.flat(weights).sub_(self.estimate).float()
         if not all_finite(change):
             raise DivergedError(
-                f"the weights of rank {self._rank} are not finite in round {number}, and {self._codec!r} cannot carry "
-                "them",
-                rank=self._rank,
+                f"the weights of rank {rank} are not finite in round {number}, and {self._codec!r} cannot carry them",
+                rank=rank,
             )
         sizes = [layout.max_bytes(part, number) for part in layout.parts]
         self._receiving = {
             source: [
-                (neighbours.channel.recv(buffer, source, tag), buffer)
+                (neighbours.receive(buffer, source, tag), buffer)
                 for tag, buffer in enumerate(torch.empty(size, dtype=torch.uint8) for size in sizes)
             ]
             for source in neighbours.sources
         }
-        rng = RngKey(self._seed, number, self._rank)
+        rng = RngKey(self._seed, number, rank)
         self._payloads = [pack(part.codec, layout.slices(part, change), rng) for part in layout.parts]
         for tag, (part, payload) in enumerate(zip(layout.parts, self._payloads, strict=True)):
             neighbours.send(payload, tag, self.estimate.element_size() * layout.numel(part), exact=False)
 
     def finish(self) -> list[Tensor]:
         neighbours = self._neighbours
-        neighbours.wait([handle for receiving in self._receiving.values() for handle, _ in receiving])
+        neighbours.wait()
         self._add_payloads(self.estimate, self._payloads, "")
         change = torch.zeros_like(self.estimate)
         for source, weight in neighbours.sources.items():
@@ -174,12 +214,26 @@ class Choco:
 
     def exchange_estimates(self, estimate: Tensor) -> None:
         """Continue from another estimate, such as a checkpoint's. Every worker calls it, outside of rounds."""
-        channel = self._neighbours.channel
+        neighbours = self._neighbours
         self.estimate.copy_(estimate.reshape(-1))
-        handles = [channel.recv(row, source, ESTIMATES_TAG, exact=True) for source, row in self.estimates.items()]
-        handles += [channel.send(self.estimate, to, ESTIMATES_TAG, exact=True) for to in self._neighbours.targets]
-        for handle in handles:
-            handle.wait()
+        neighbours.exchange(self.estimate, self.estimates, ESTIMATES_TAG)
+        self._exchange_due = False
+
+    def undo(self) -> None:
+        assert self._before is not None, "`use` was called"
+        self.estimate.copy_(self._before)
+
+    def use(self, neighbours: Neighbours) -> None:
+        """This worker's estimate stays. Its new neighbours receive it before the next round."""
+        self._neighbours = neighbours
+        self.estimates = {source: torch.empty_like(self.estimate) for source in neighbours.sources}
+        self._exchange_due = True
+        self._before = self.estimate.clone() if self._before is None else self._before
+
+    def restart(self, estimate: Tensor) -> None:
+        """Continue from another estimate, which the neighbours receive before the next round."""
+        self.estimate.copy_(estimate.reshape(-1))
+        self._exchange_due = True
 
     def _add_payloads(self, estimate: Tensor, payloads: Sequence[Tensor], sender: str) -> None:
         """Decode the payloads and add them to an estimate."""

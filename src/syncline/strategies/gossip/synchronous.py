@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncline.errors import DivergedError, IncompatibleError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, ProtocolError, SynclineError
 from syncline.reduction import Communicator
 from syncline.strategies.base import FlatLayout
 from syncline.strategies.gossip.choco import Choco, Mixing, Neighbours, StepSizes, measure_step_sizes
-from syncline.strategies.gossip.graphs import build_graph
+from syncline.strategies.gossip.graphs import GRAPHS, build_graph
 from syncline.strategies.local_weights import LocalWeightsRun
-from syncline.transports import Handle
 from syncline.world import allreduce
 
 if TYPE_CHECKING:
     from syncline.strategies.gossip import Gossip
 
-__all__ = ["ConsensusSketch", "GossipRun", "PlainMixing"]
+__all__ = ["ConsensusSketch", "ElasticRound", "GossipRun", "PlainMixing"]
 
 CONSENSUS_EVERY_ROUNDS = 16
 """Interval in rounds at which the workers' distance from their mean is measured. It takes a small message."""
@@ -53,23 +52,28 @@ class PlainMixing:
         self._neighbours = neighbours
         self._layout = FlatLayout(weights)
         self._own = self._layout.flatten(weights)
+        self._theirs: dict[int, list[Tensor]] = {}
+        self.use(neighbours)
+
+    def use(self, neighbours: Neighbours) -> None:
+        self._neighbours = neighbours
         self._theirs = {source: [torch.empty_like(row) for row in self._own] for source in neighbours.sources}
-        self._receiving: list[Handle] = []
+
+    def undo(self) -> None:
+        """A round has no state."""
 
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
         neighbours = self._neighbours
         neighbours.begin()
         torch._foreach_copy_(self._layout.views(self._own), [weight.detach() for weight in weights])
-        self._receiving = [
-            neighbours.channel.recv(row, source, tag, exact=True)
-            for source, rows in self._theirs.items()
-            for tag, row in enumerate(rows)
-        ]
+        for source, rows in self._theirs.items():
+            for tag, row in enumerate(rows):
+                neighbours.receive(row, source, tag, exact=True)
         for tag, row in enumerate(self._own):
             neighbours.send(row, tag, row.nbytes, exact=True)
 
     def finish(self) -> list[Tensor]:
-        self._neighbours.wait(self._receiving)
+        self._neighbours.wait()
         changes = [torch.zeros(row.numel(), dtype=torch.promote_types(row.dtype, torch.float32)) for row in self._own]
         for source, weight in self._neighbours.sources.items():
             for change, row, own in zip(changes, self._theirs[source], self._own, strict=True):
@@ -112,6 +116,74 @@ class ConsensusSketch:
         return math.sqrt(communicator.mean(float((own - mean).square().sum())))
 
 
+class ElasticRound:
+    """A round of mixing in an elastic job, which is repeated with the survivors if a worker is lost in it.
+
+    Mixing keeps the mean only if all workers mix with the same matrix. So no worker completes the round before all have
+    mixed: a small message follows. Those that it does not reach have computed their changes all the same, and keep them
+    if another worker has completed the round. Otherwise all mix again, in the graph of the survivors::
+
+        mix ── all have mixed? ──► the weights change
+                     │ a worker is lost
+                     ├─ a survivor has completed the round: the others keep their changes
+                     └─ none has: again, with the matrix of the survivors
+    """
+
+    trains = True
+
+    def __init__(self, run: GossipRun, weights: Sequence[Tensor], active: bool) -> None:
+        """`weights` must not change before the round is complete. `active`: whether this worker has data."""
+        self.changes: list[Tensor] = []
+        assert run.world.elastic is not None, "the job is elastic"
+        self._run = run
+        self._elastic = run.world.elastic
+        self._weights = weights
+        self._active = active
+        self._generation = -1
+        """The team to which the weights are sent; −1 before that."""
+        self._interruption: SynclineError | None = None
+
+    def launch(self) -> None:
+        """Send the weights. If a worker is lost meanwhile, `attempt` raises the error."""
+        mixing = self._run.mixing
+        assert mixing is not None, "every worker of an elastic job has one"
+        self._generation, self._interruption = self._elastic.team.generation, None
+        try:
+            mixing.begin(self._weights, self._run.rounds)
+        except (PeerLostError, ProtocolError) as error:
+            self._interruption = error
+
+    def attempt(self) -> int:
+        """Returns how many workers have data."""
+        mixing, communicator, elastic = self._run.mixing, self._run.communicator, self._elastic
+        assert mixing is not None
+        if self._generation < 0:
+            self.launch()
+        elif self._generation != elastic.team.generation:  # the team has changed in another operation
+            self.prepare_again()
+        if self._interruption is not None:
+            raise self._interruption
+        self.changes = mixing.finish()
+        flags = torch.tensor([int(self._active), elastic.report_newcomers()])
+        active, newcomers = allreduce(flags, op="sum", group=communicator.group).tolist()
+        elastic.note_newcomers(newcomers)
+        elastic.idle_after_loss |= elastic.data_changed and 0 < active < communicator.size
+        return int(active)
+
+    def prepare_again(self) -> None:
+        assert self._run.mixing is not None
+        if self._generation >= 0:
+            self._run.mixing.undo()
+        self.launch()
+
+    def result(self, value: int) -> int:
+        return value
+
+    def adopt(self, result: int) -> int:
+        """Another worker has completed the round, so this one has mixed: `changes` are those of this round."""
+        return result
+
+
 class GossipRun(LocalWeightsRun):
     """One worker among its neighbours."""
 
@@ -138,17 +210,30 @@ class GossipRun(LocalWeightsRun):
         self.mixing: Mixing | None = None
         """None in a world of one."""
         self._neighbours: Neighbours | None = None
-        if self.communicator.size > 1:
-            self._neighbours = Neighbours(self.communicator, self.graph)
+        self._team: Communicator | None = None
+        """In an elastic job: the channel to the neighbours, which follows the team."""
+        self._round: ElasticRound | None = None
+        """In an elastic job: the round in progress."""
+        if self.world.elastic is not None:
+            self._team = Communicator(self.world, self.communicator.collective, stats=self.stats)
+        if not self.alone:
+            self._neighbours = self._find_neighbours()
             self.mixing = self._make_mixing(self._neighbours)
             self._sketch = ConsensusSketch(self.weights)
+
+    def _find_neighbours(self) -> Neighbours:
+        communicator, channel = self.communicator, None if self._team is None else self._team.group.transport
+        if channel is None:
+            channel = communicator.group.transport.split(range(communicator.size))
+        assert channel is not None, "every rank is a member"
+        return Neighbours(communicator, self.graph, channel)
 
     def _make_mixing(self, neighbours: Neighbours) -> Mixing:
         communicator, codec = self.communicator, self.communicator.codec
         if codec is None:
             return PlainMixing(neighbours, self.weights)
         self._step_sizes = measure_step_sizes(communicator, self._names, codec, self.strategy.gamma)
-        return Choco(neighbours, self._names, codec, self._step_sizes, communicator.rank, self.settings.seed)
+        return Choco(neighbours, self._names, codec, self._step_sizes, self.settings.seed)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -164,6 +249,24 @@ class GossipRun(LocalWeightsRun):
     def copies_weights(self) -> bool:
         return self.communicator.codec is not None
 
+    @property
+    def elastic_refusal(self) -> str:
+        if self.strategy.graph in GRAPHS:
+            return ""
+        return (
+            f"{self.strategy!r} has a graph of {self.graph.size} workers, and none for another team of an elastic job: "
+            f"take one of {', '.join(GRAPHS)}, or leave --elastic out"
+        )
+
+    def use_team(self) -> None:
+        """Make the graph of the present team."""
+        if self._neighbours is None or self.mixing is None:
+            return
+        self._neighbours.settle()
+        self.graph = build_graph(self.strategy.graph, self.communicator.size)
+        self._neighbours = self._find_neighbours()
+        self.mixing.use(self._neighbours)
+
     # Steps and rounds.
 
     def after_step(self) -> None:
@@ -174,6 +277,10 @@ class GossipRun(LocalWeightsRun):
 
     def sync(self, active: bool = True) -> int:
         self._finish_round()
+        if self._team is not None:
+            self._since = 0
+            self._begin_round(active)
+            return self._finish_round() if not (self._beside and active) else self.communicator.size
         alive = self._count_active(active)
         if alive:
             self._since = 0
@@ -182,14 +289,18 @@ class GossipRun(LocalWeightsRun):
                 self._finish_round()
         return alive
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, active: bool = True) -> None:
         assert self.mixing is not None, "a worker alone has no rounds"
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             self.stats.consensus = self._sketch.measure(self.communicator, self.weights)
         if self.settings.check_finite:
             self._check_weights()
-        self.mixing.begin(self.weights, self.rounds)
         self._in_progress = True
+        if self._team is None:
+            self.mixing.begin(self.weights, self.rounds)
+            return
+        self._round = ElasticRound(self, [each.clone() for each in self.weights], active)
+        self._round.launch()
 
     def _check_weights(self) -> None:
         """Raise if an optimizer has made NaN or Inf of finite gradients."""
@@ -198,13 +309,13 @@ class GossipRun(LocalWeightsRun):
             if not bool(torch.isfinite(weight.detach()).all()):
                 raise DivergedError(f"NaN or Inf in {name} on rank {rank}", rank=rank, parameter=name, step=steps)
 
-    def _finish_round(self) -> None:
-        """Add the result of a round to the weights, if one is in progress."""
+    def _finish_round(self) -> int:
+        """Add the result of a round to the weights, if one is in progress. Returns how many workers have data."""
         if not self._in_progress:
-            return
-        assert self.mixing is not None
+            return self.communicator.size
+        changes, alive = self._wait_for_round()
         with torch.no_grad():
-            for weight, change in zip(self.weights, self.mixing.finish(), strict=True):
+            for weight, change in zip(self.weights, changes, strict=True):
                 if weight.dtype == change.dtype:
                     weight.add_(change.to(weight.device))
                 else:
@@ -212,6 +323,17 @@ class GossipRun(LocalWeightsRun):
         self._in_progress = False
         self.rounds += 1
         self.stats.staleness = 0
+        return alive
+
+    def _wait_for_round(self) -> tuple[list[Tensor], int]:
+        """The change of each weight, and how many workers have data. In an elastic job a worker may be lost in it."""
+        assert self.mixing is not None, "a worker alone has no rounds"
+        elastic = self.world.elastic
+        if self._round is None or elastic is None:
+            return self.mixing.finish(), self.communicator.size
+        alive = elastic.run(self.world, self._round)
+        found, self._round = self._round.changes, None
+        return found, alive
 
     def _count_active(self, active: bool) -> int:
         """How many workers have data. Only an epoch that may end earlier on some workers needs a message for it."""
@@ -235,13 +357,15 @@ class GossipRun(LocalWeightsRun):
 
     def drop_round(self) -> None:
         """End a round in progress and discard its result. The mean of the workers stays the same."""
-        if self._in_progress and self.mixing is not None:
-            self.mixing.finish()
+        if self._in_progress:
+            self._wait_for_round()
             self._in_progress = False
 
     def detach(self) -> None:
         super().detach()
-        if self._neighbours is not None:
+        if self._team is not None:
+            self._team.close()
+        elif self._neighbours is not None:
             self._neighbours.channel.close()
 
     # State.
@@ -251,7 +375,14 @@ class GossipRun(LocalWeightsRun):
         super().restart()
         self._since, self._resumes_round, self._hat = 0, False, None
         if isinstance(self.mixing, Choco):
-            self.mixing.exchange_estimates(self.mixing.flat(self.weights))
+            self._load_estimate(self.mixing, self.mixing.flat(self.weights))
+
+    def _load_estimate(self, mixing: Choco, estimate: Tensor) -> None:
+        """Begin with another estimate. In an elastic job a newcomer loads it alone, and the next round sends it."""
+        if self._team is None:
+            mixing.exchange_estimates(estimate)
+        else:
+            mixing.restart(estimate)
 
     def shared_state(self) -> dict[str, Any]:
         own: dict[str, Any] = {"since": self._since, "under_way": self._in_progress}
@@ -279,7 +410,10 @@ class GossipRun(LocalWeightsRun):
         if self.mixing is None:
             return
         if isinstance(self.mixing, Choco):
-            self.mixing.exchange_estimates(self.mixing.flat(self.weights) if self._hat is None else self._hat)
+            self._load_estimate(self.mixing, self.mixing.flat(self.weights) if self._hat is None else self._hat)
         if self._resumes_round and self._beside:
-            self.mixing.begin(self.weights, self.rounds)
             self._in_progress = True
+            if self._team is None:
+                self.mixing.begin(self.weights, self.rounds)
+            else:  # sent when it ends: the others may not wait for it yet
+                self._round = ElasticRound(self, [each.clone() for each in self.weights], active=True)

@@ -86,32 +86,27 @@ class ProcessGroupFactory:
         gloo itself would wait until the timeout. If a rank has too few file descriptors left, all members
         refuse the channel.
         """
-        refusal, runtime = _refusal(rank, len(members)), self.liveness.runtime
+        refusal = _refusal(rank, len(members))
         here = PrefixStore(f"channel/{channel}", self.store)
         if refusal:
             here.set("refused", refusal)
         here.set(f"here/{rank}", "1")
-        keys, until, pause = [f"here/{member}" for member in members], runtime.now() + self.timeout, MIN_POLL_S
-        while not here.check(keys):
-            gone = [member for member in members if member in self.liveness.lost()]
-            if gone:
-                raise RuntimeError(f"rank {gone[0]} is gone")
-            if runtime.now() > until:
-                raise RuntimeError("timed out: not all members have joined")
-            runtime.sleep(pause)
-            pause = min(2 * pause, MAX_POLL_S)
+        _await_keys(here, [f"here/{member}" for member in members], members, self.liveness, self.timeout)
         if here.check(["refused"]):
             raise WorldError(here.get("refused").decode())
 
-    def groups(self, channel: str, rank: int, size: int) -> ChannelGroups:
-        """Make the groups of a channel, with its other members."""
-        store = PrefixStore(f"channel/{channel}", self.store)
+    def groups(self, channel: str, members: Sequence[int], rank: int) -> ChannelGroups:
+        """Make the groups of a channel of these members. `rank` is this process's place among them."""
+        size, store = len(members), PrefixStore(f"channel/{channel}", self.store)
         store.set_timeout(timedelta(seconds=self.timeout))
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.timeout)
         options._devices = self._next_devices(gloo)
-        cpu = gloo(PrefixStore("gloo", store), rank, size, options)
+        addresses: Store = PrefixStore("gloo", store)
+        if self.liveness.elastic:
+            addresses = _InterruptibleStore(addresses, members, self.liveness, self.timeout)
+        cpu = gloo(addresses, rank, size, options)
         groups = ChannelGroups(cpu, lambda: self._nccl(PrefixStore("nccl", store), rank, size))
         self._groups.append(groups)
         return groups
@@ -148,6 +143,47 @@ class ProcessGroupFactory:
             self.release(groups)
         self._devices.clear()
         self.control_store.close()
+
+
+def _await_keys(store: Store, keys: list[str], members: Sequence[int], liveness: Liveness, timeout: float) -> None:
+    """Wait until all keys are set; raise soon after one of the members is known to be lost."""
+    runtime, pause = liveness.runtime, MIN_POLL_S
+    until = runtime.now() + timeout
+    while not store.check(keys):
+        gone = [member for member in members if member in liveness.lost()]
+        if gone:
+            raise RuntimeError(f"rank {gone[0]} is gone")
+        if runtime.now() > until:
+            raise RuntimeError("timed out: not all members have joined")
+        runtime.sleep(pause)
+        pause = min(2 * pause, MAX_POLL_S)
+
+
+class _InterruptibleStore(Store):
+    """The store in which gloo's members exchange their addresses. A wait for one that is lost meanwhile ends.
+
+    With a store of torch, gloo would wait for the address until its timeout.
+    """
+
+    def __init__(self, inner: Store, members: Sequence[int], liveness: Liveness, timeout: float) -> None:
+        super().__init__()
+        self._inner, self._members, self._liveness, self._timeout = inner, members, liveness, timeout
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._inner.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        _await_keys(self._inner, keys, self._members, self._liveness, seconds)
 
 
 def _refusal(rank: int, members: int) -> str:

@@ -255,7 +255,7 @@ class TorchTransport(Transport):
         end_wait = self.liveness.waiting(pending, channel, members)
         try:
             factory.await_members(channel, members, global_rank)
-            self.groups = factory.groups(channel, self.rank, self.size)
+            self.groups = factory.groups(channel, members, self.rank)
         except WorldError:
             raise
         except (RuntimeError, ValueError) as error:

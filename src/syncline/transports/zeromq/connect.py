@@ -71,7 +71,8 @@ def join(
 ) -> ZmqTransport:
     """Join a running world under the next rank. `place` is the rendezvous of its ranks.
 
-    `label` and `name_of` are those of `connect`. `name` is the name of this process as its launcher knows it.
+    `label` and `name_of` are those of `connect`. `name` is this process's own name, if its launcher does not know it by
+    its rank.
     """
     environment = Environment(source="a process that joins")
     store = open_store(environment, Rendezvous(place.address, place.port, hosted=True), timeout)

@@ -4,7 +4,7 @@ A message of up to `MAX_EAGER_BYTES` bytes is sent with its header while the pee
 is offered, and its bytes stay with the sender until a receive takes it. They then come in parts, directly into place::
 
     sender                      receiver             sender                      receiver
-      │ ── EAGER number, bytes ──► │                   │ ── OFFER number, length ──► │  … until a receive matches
+      │ ── EAGER bytes ──────────► │                   │ ── OFFER number, length ──► │  … until a receive matches
       │                            │                   │ ◄── ACCEPT number, so far ─ │
       │ ◄── CREDIT messages, bytes │ now and then      │ ── PART number, bytes ────► │  as far as accepted
                                                        │ ◄── ACCEPT further ──────── │
@@ -14,12 +14,17 @@ is offered, and its bytes stay with the sender until a receive takes it. They th
 The number of unreceived bytes is bounded on both sides for any order of receives, and no message waits behind
 another that nobody wants yet. A message that its sender abandons stays offered; a peer that accepts it gets ABANDONED
 as the answer. Nothing here touches a socket: `emit` does.
+
+Credit and offers bound the buffers. Nothing is numbered to detect repeats: a connection delivers its messages once and
+in order, and a broken one is never opened again. Requests that must survive a lost peer have numbers of their own
+(`server/request_sender.py`). The number of an offer only names it in later frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +52,7 @@ MAX_OFFERS = 4096
 """Messages offered to one peer that it has not taken. The next send waits."""
 NUMBER_MODULUS = 1 << 32
 BYTES_MODULUS = 1 << 40
-"""Message numbers and byte counts wrap around: a header has no room for more."""
+"""Counts of messages and bytes wrap around: a header has no room for more."""
 
 
 class OutgoingMessage:
@@ -112,45 +117,40 @@ class PeerConnection:
         self._emit = emit
         self._mailbox = mailbox
         self._lock = runtime.lock()
-        self._number = 0
+        self._next_offer = 0
         self.sent = [0, 0]  # messages and bytes sent eagerly
         self.credit = [CREDIT_MESSAGES, CREDIT_BYTES]  # the counts up to which the peer has granted credit
         self.offers: dict[int, OutgoingMessage] = {}
-        self._expected = 0
         self.arrived = [0, 0]
         self.taken = [0, 0]
         self.credited = [0, 0]
-        self.offered = 0
+        self._open_offers: set[int] = set()
+        """The numbers of the peer's offers that no receive has accepted."""
         self._loss: Callable[[PostedReceive], Exception] | None = None
         self.incoming: dict[int, _IncomingMessage] = {}
 
     # Sending.
 
+    @property
+    def offered(self) -> int:
+        """Messages of the peer that no receive has accepted."""
+        return len(self._open_offers)
+
     def send(self, channel: int, tag: int, data: Tensor) -> OutgoingMessage | None:
         """Send a message; None if it was copied and sent at once. Raises `TooManyOffersError` if too many wait."""
         nbytes = data.numel()
+        if nbytes <= MAX_EAGER_BYTES and self.send_eager(channel, tag, (data.numpy().data,), nbytes):
+            return None
         with self._lock:
             if self.left:
                 raise ConnectionError(self.left)
-            sent, credit = self.sent, self.credit
-            eager = nbytes <= MAX_EAGER_BYTES and sent[0] < credit[0] and sent[1] + nbytes <= credit[1]
-            if not eager and len(self.offers) >= MAX_OFFERS:
+            if len(self.offers) >= MAX_OFFERS:
                 raise self._too_many_offers()
-            number = self._number
-            self._number = (number + 1) % NUMBER_MODULUS
-            if eager:
-                sent[0] += 1
-                sent[1] += nbytes
-                header = pack_header(self._me, tag, nbytes, number, EAGER, channel)
-                try:  # suppress() would add about a microsecond to every small message
-                    self._emit((b"".join((header, data.numpy().data)),))
-                    return None
-                except ConnectionError:  # the message waits until the peer is reported as lost
-                    pass
+            number = self._next_offer
+            self._next_offer = (number + 1) % NUMBER_MODULUS
             outgoing = self.offers[number] = OutgoingMessage(data, channel)
-            if not eager:
-                with suppress(ConnectionError):  # the node's monitor reports the end of the connection
-                    self._emit((pack_header(self._me, tag, nbytes, number, OFFER, channel),))
+            with suppress(ConnectionError):  # the node's monitor reports the end of the connection
+                self._emit((pack_header(self._me, tag, nbytes, number, OFFER, channel),))
             return outgoing
 
     def send_eager(self, channel: int, tag: int, parts: Sequence[Any], nbytes: int) -> bool:
@@ -161,16 +161,14 @@ class PeerConnection:
             sent, credit = self.sent, self.credit
             if nbytes > MAX_EAGER_BYTES or sent[0] >= credit[0] or sent[1] + nbytes > credit[1]:
                 return False
-            number = self._number
-            self._number = (number + 1) % NUMBER_MODULUS
-            sent[0] += 1
-            sent[1] += nbytes
-            header = pack_header(self._me, tag, nbytes, number, EAGER, channel)
+            header = pack_header(self._me, tag, nbytes, 0, EAGER, channel)
             try:
                 self._emit((b"".join((header, *parts)),))
-                return True
-            except ConnectionError:  # the node's monitor reports the end of the connection
-                return True
+            except ConnectionError:  # it waits as an offer, until the node's monitor reports the end of the connection
+                return False
+            sent[0] += 1
+            sent[1] += nbytes
+            return True
 
     def _too_many_offers(self) -> Exception:
         oldest = self._oldest()
@@ -215,15 +213,12 @@ class PeerConnection:
     def _receive_eager(self, header: MessageHeader, body: Any) -> None:
         if len(body) != header.length:
             raise self._broken(f"{len(body)} bytes where its header says {header.length}")
-        if header.number != self._expected:
-            raise self._out_of_order(header)
-        self._expected = (header.number + 1) % NUMBER_MODULUS
         nbytes, arrived, taken = header.length, self.arrived, self.taken
         arrived[0] += 1
         arrived[1] += nbytes
         if arrived[0] - taken[0] > CREDIT_MESSAGES or arrived[1] - taken[1] > CREDIT_BYTES:
             raise self._broken("it sends more than it had credit for")
-        self._mailbox(header.channel).deliver(body, self.peer, header.tag, lambda: self._return_credit(nbytes))
+        self._mailbox(header.channel).deliver(body, self.peer, header.tag, partial(self._return_credit, nbytes))
 
     def _return_credit(self, nbytes: int) -> None:
         with self._lock:
@@ -246,18 +241,17 @@ class PeerConnection:
             self.credit = [messages, nbytes]
 
     def _receive_offer(self, header: MessageHeader, body: Any) -> None:
-        if header.number != self._expected:
-            raise self._out_of_order(header)
-        self._expected = (header.number + 1) % NUMBER_MODULUS
-        with self._lock:
-            self.offered += 1
-            if self.offered > MAX_OFFERS:
-                raise self._broken(f"it offers more than {MAX_OFFERS} messages at once")
         number, nbytes = header.number, header.length
+        with self._lock:
+            if number in self._open_offers or number in self.incoming:
+                raise self._broken(f"it offers message {number} twice")
+            self._open_offers.add(number)
+            if len(self._open_offers) > MAX_OFFERS:
+                raise self._broken(f"it offers more than {MAX_OFFERS} messages at once")
 
         def accept(posted: PostedReceive | None) -> None:
             with self._lock:
-                self.offered -= 1
+                self._open_offers.discard(number)
                 if posted is None:
                     self._send_frame(DONE, number)  # refused: its bytes are not wanted
                     return
@@ -337,9 +331,6 @@ class PeerConnection:
             )
             incoming.posted.finish()
             self._send_frame(DONE, header.number)
-
-    def _out_of_order(self, header: MessageHeader) -> ProtocolError:
-        return self._broken(f"message {header.number} where {self._expected} was expected: one is lost or duplicated")
 
     def _broken(self, reason: str) -> ProtocolError:
         return ProtocolError(f"rank {self.peer} broke the protocol: {reason}", peer=self.peer)

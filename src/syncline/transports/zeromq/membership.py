@@ -56,7 +56,7 @@ class MemberEntry:
     version: str = field(default="", kw_only=True)
     """The Syncline version of a member that joined."""
     name: str = field(default="", kw_only=True)
-    """The launcher's name of a member that joined later."""
+    """The name of a member that joined after the launch, as its launcher knows it; empty if its rank tells it."""
 
 
 class MembershipLog:
@@ -257,8 +257,8 @@ class MembershipLog:
             if fields["kind"] not in ("joined", "left", "lost") or not isinstance(fields["rank"], int):
                 raise ValueError("its kind or rank is unknown")
             texts = (str(fields[name]) for name in ("endpoint", "incarnation", "reason"))
-            more = {key: str(fields.get(key, "")) for key in ("version", "name")}
-            return MemberEntry(fields["kind"], fields["rank"], *texts, **more)
+            version, name = (str(fields.get(each, "")) for each in ("version", "name"))
+            return MemberEntry(fields["kind"], fields["rank"], *texts, version=version, name=name)
         except (ValueError, KeyError, TypeError) as error:
             self.refused += 1
             self._refusals.warn(f"an entry of the membership log was refused: {error}")

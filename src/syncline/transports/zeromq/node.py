@@ -193,8 +193,10 @@ class IOLoop:
                 self._runtime.sleep(YIELD_S)
                 continue
             try:
-                if self._read_next():
-                    self._last_driven = self._runtime.now()  # a thread wants to drive
+                while not self.stopped and self._runtime.now() < now + CHECK_PEERS_EVERY_S:
+                    if self._read_next():
+                        self._last_driven = self._runtime.now()  # a thread wants to drive
+                        break
             finally:
                 with self._lock:
                     self.driver = ""
@@ -334,11 +336,11 @@ class Node:
         self.task: Any = None
 
     def join(self, rank: int, name: str = "") -> None:
-        """Enter the membership log under a rank and start to serve. `name`: the launcher's name of this process."""
+        """Enter the membership log under a rank, and perhaps a name, and start to serve."""
         self.rank = rank
         self.loop.name = name or self.name()
-        version = package_version()
-        entry = MemberEntry("joined", rank, self.endpoint, self._incarnation.hex(), version=version, name=name)
+        incarnation, version = self._incarnation.hex(), package_version()
+        entry = MemberEntry("joined", rank, self.endpoint, incarnation, version=version, name=name)
         self.membership.post(entry)
         self._liveness = self._make_liveness(rank)
         self.task = self.runtime.spawn(self._serve, name="zeromq")
@@ -527,10 +529,10 @@ class Node:
             identity = router.recv()
         except zmq.Again:
             return False
-        frame: Any = router.recv(copy=False)
+        frame: Any = router.recv(0, False)  # without a copy
         content, body, extra = frame.buffer, None, 0
         while frame.more:
-            frame = router.recv(copy=False)
+            frame = router.recv(0, False)
             body = frame.buffer
             extra += 1
         if identity == self._wake_id:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
-from syncline.transports.base import BytesHandle, Handle, RequestListener, Transport, as_bytes, format_bytes
+from syncline.transports.base import (
+    MAX_TAG,
+    BytesHandle,
+    Handle,
+    RequestListener,
+    Transport,
+    as_bytes,
+    format_bytes,
+)
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.liveness import Liveness, LivenessMonitor, LossReason
 from syncline.transports.messages import ArrivedMessage, CompletedHandle, Mailbox, PostedReceive, tag_name
@@ -87,7 +95,8 @@ class ZmqTransport(Transport):
                     raise self.failure(to, pending(), self.timeout, None) from None
 
     def send_bytes(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
-        self._check(to, "to", tag)
+        if not (0 <= to < self.size and 0 <= tag < MAX_TAG):
+            self._check(to, "to", tag)
         rank = to if self._root else self.members[to]
         if rank != self.node.rank and not self._aborted:
             nbytes = sum(map(len, parts))
@@ -101,7 +110,8 @@ class ZmqTransport(Transport):
         super().send_bytes(parts, to, tag, lossy=lossy)
 
     def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
-        self._check(source, "source", tag)
+        if not (0 <= source < self.size and 0 <= tag < MAX_TAG):
+            self._check(source, "source", tag)
         rank = source if self._root else self.members[source]
         posted = PostedReceive(EMPTY_BUFFER, rank, tag, False, max_bytes=max_bytes)
         return _BytesReceiveHandle(self, self._mailbox, self._mailbox.add(posted), EMPTY_BUFFER, source)
@@ -166,7 +176,7 @@ class ZmqTransport(Transport):
         rank = None if peer is None else self.rank_of(peer)
         end_record = self.node.liveness.waiting(pending, self._channel, self.members, rank, self.abort)
         try:
-            return self.node.wait(operation, timeout, pending)
+            return self.node.loop.wait(operation, timeout, pending)
         finally:
             end_record()
 
@@ -296,19 +306,20 @@ class _ReceiveHandle:
         return self._posted.done
 
     def wait(self, timeout: float | None = None) -> None:
-        posted = self._posted
-        self._wait(timeout)
-        if self._data is not posted.data:
-            self._data.copy_(posted.data)
-        self.source, self.nbytes = self._transport.place(posted.source), posted.nbytes
-
-    def _wait(self, timeout: float | None) -> None:
         """Wait until the receive is done. Raises its error."""
         transport, posted = self._transport, self._posted
         if not posted.done:
             self._wait_until_done(transport.timeout if timeout is None else timeout)
         if posted.error is not None:
             raise transport.explain(posted.error, self._wanted, self._pending())
+        self._take()
+
+    def _take(self) -> None:
+        """Take the message out of a receive that is done."""
+        posted = self._posted
+        if self._data is not posted.data:
+            self._data.copy_(posted.data)
+        self.source, self.nbytes = self._transport.place(posted.source), posted.nbytes
 
     def _wait_until_done(self, timeout: float) -> None:
         transport, posted, node = self._transport, self._posted, self._transport.node
@@ -331,8 +342,7 @@ class _BytesReceiveHandle(_ReceiveHandle):
 
     data = EMPTY_DATA
 
-    def wait(self, timeout: float | None = None) -> None:
-        self._wait(timeout)
+    def _take(self) -> None:
         assert self._posted.content is not None, "the message has arrived"
         self.data = self._posted.content
 

@@ -1,0 +1,124 @@
+"""What `syncline bench elastic` measures: the options, and the settings of each strategy's runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from syncline.errors import IncompatibleError, SpecError
+
+__all__ = ["ElasticPlan", "RunSchedule", "slug_of"]
+
+KILL_MARGIN_S = 4.0
+"""No kill in the last seconds of a run: the survivors must have the time to go on before the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticPlan:
+    """The options of the bench."""
+
+    strategies: tuple[str, ...] = ("allreduce",)
+    workers: int = 4
+    seconds: float = 600.0
+    """Measured seconds of a run with losses, from the first step of the last worker."""
+    undisturbed: float | None = None
+    """Seconds of the run without losses; None: as long as the other; 0: there is none."""
+    kill_every: float = 15.0
+    kill: Literal["workers", "servers", "both"] = "workers"
+    lost: Literal["kill", "freeze"] = "kill"
+    lost_after: str | None = None
+    servers: int = 0
+    replicas: int = 1
+    transport: str | None = None
+    workload: str = "digits"
+    batch: int | None = None
+    learning_rate: float | None = None
+    rounds: int = 1
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuse impossible options."""
+        from syncline.strategies import build_strategy
+        from syncline.workloads import build
+
+        if not self.strategies:
+            raise SpecError("no strategy is named: --strategy 'allreduce;diloco'")
+        for spec in self.strategies:
+            build_strategy(spec)
+        build(self.workload)
+        if self.workers < 2:
+            raise SpecError(f"-n {self.workers}: at least 2 workers, so that one survives")
+        if not 0 < self.seconds < math.inf:
+            raise SpecError(f"--seconds {self.seconds:g}: a finite time above 0")
+        if not 0 < self.kill_every < math.inf:
+            raise SpecError(f"--kill-every {self.kill_every:g}: seconds above 0")
+        if not self.kill_times:
+            raise SpecError(
+                f"--seconds {self.seconds:g} --kill-every {self.kill_every:g}: no kill falls into the run, because "
+                f"none is made in its last {KILL_MARGIN_S:g} seconds"
+            )
+        if self.undisturbed is not None and not 0 <= self.undisturbed < math.inf:
+            raise SpecError(f"--undisturbed {self.undisturbed:g}: seconds, or 0 for none")
+        if self.rounds < 1:
+            raise SpecError(f"--rounds {self.rounds}: at least 1")
+        if self.batch is not None and self.batch < 1:
+            raise SpecError(f"--batch {self.batch}: at least one sample")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise SpecError(f"--learning-rate {self.learning_rate:g}: a finite rate above 0")
+        if self.kill != "workers" and not self.servers:
+            raise IncompatibleError(f"--kill {self.kill}: there are no servers; add --servers 2 --replicas 2")
+        if self.kill != "workers" and self.replicas < 2:
+            raise IncompatibleError(
+                f"--kill {self.kill} with --replicas {self.replicas}: a lost server would end the job; add --replicas 2"
+            )
+
+    @property
+    def kill_times(self) -> list[float]:
+        """When processes are killed, in seconds of a run.
+
+        >>> ElasticPlan(seconds=60, kill_every=15).kill_times
+        [15.0, 30.0, 45.0]
+        """
+        count = int((self.seconds - KILL_MARGIN_S) / self.kill_every)
+        return [self.kill_every * number for number in range(1, count + 1)]
+
+    def schedule(self) -> list[RunSchedule]:
+        """The runs in their order: with and without losses in turn, and the other way round in every second round."""
+        plain = self.seconds if self.undisturbed is None else self.undisturbed
+        found = []
+        for turn in range(self.rounds):
+            for spec in self.strategies:
+                pair = [RunSchedule(spec, turn, self.seconds, tuple(self.kill_times))]
+                pair += [RunSchedule(spec, turn, plain)] if plain else []
+                found += pair if turn % 2 == 0 else pair[::-1]
+        return found
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """One run of a strategy."""
+
+    strategy: str
+    turn: int
+    seconds: float
+    kill_times: tuple[float, ...] = ()
+
+    @property
+    def disturbed(self) -> bool:
+        return bool(self.kill_times)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder.
+
+        >>> RunSchedule("ssp(slack=3)", 0, 60.0).name
+        'ssp-slack-3-undisturbed-1'
+        """
+        return f"{slug_of(self.strategy)}-{'losses' if self.disturbed else 'undisturbed'}-{self.turn + 1}"
+
+
+def slug_of(spec: str) -> str:
+    """A spec as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-")

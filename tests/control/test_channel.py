@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
 import syncline as sl
-from syncline.control import ControlBarrier, ControlChannel, MemoryStore, Post
+from syncline.control import ControlBarrier, ControlChannel, MemoryStore, Post, WorkerRoll
 from syncline.control.channel import MAX_POST_VALUES, MAX_POSTS
 from syncline.errors import PeerLostError, SpecError, UnsupportedError
-from syncline.runtime import RealRuntime
+from syncline.runtime import RealRuntime, Runtime
 from syncline.testing import Pool, hunt
 from syncline.testing.collectives import world_on
 from syncline.transports import Transport
 from syncline.transports.faults import Kill
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.world import Simulation, World
 from tests.hunting import seeds
 
@@ -213,3 +215,60 @@ def check_processes(found: list[tuple[list[Post], list[int], bool]]) -> None:
     assert (len(posts), steps, stopped) == (30, [10] * 3, True)
     for rank in range(3):
         assert [post.values[1] for post in posts if post.values[0] == rank] == list(map(float, range(10)))
+
+
+class Connector:
+    """The losses of a job, as a test decides them."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime = RealRuntime()
+        self.store: KeyValueStore = MemoryStore()
+        self.losses: dict[int, str] = {}
+
+    def lost(self) -> dict[int, str]:
+        return self.losses
+
+    def unreachable(self) -> dict[int, str]:
+        return {}
+
+    def follow(self, members: Iterable[int]) -> None:
+        """All losses are known."""
+
+    def connect(self, members: tuple[int, ...], generation: int) -> Transport:
+        raise NotImplementedError
+
+    def add_roles(self, transport: Transport) -> Transport:
+        return transport
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def roll_of(connector: Connector, member: int, launched: int = 2) -> WorkerRoll:
+    channel = ControlChannel(connector.store, connector.runtime, "test", launched, member)
+    return WorkerRoll(channel, connector, member, launched, 0.0)
+
+
+def test_a_newcomer_takes_part_in_the_next_barrier() -> None:
+    connector = Connector()
+    first, newcomer = roll_of(connector, 0), roll_of(connector, 4)
+    connector.losses[1] = "killed"
+    assert newcomer.join(0)
+    with pytest.raises(PeerLostError, match=r"for workers \[4\] to go on"):
+        first.wait("go on")
+    newcomer.wait("go on")
+    assert first.present() == [0, 4]
+    assert first.has_changed()
+
+
+def test_a_newcomer_cannot_join_a_barrier_that_was_passed() -> None:
+    connector = Connector()
+    first, newcomer = roll_of(connector, 0, 1), roll_of(connector, 4, 1)
+    first.wait("go on")
+    assert not newcomer.join(0)
+    assert newcomer.join(1)
+    connector.losses[4] = "frozen"
+    with pytest.raises(PeerLostError, match="declared lost"):
+        newcomer.wait("go on")
+    first.close()
+    assert not roll_of(connector, 5, 1).join(1), "the job has ended"

@@ -300,3 +300,42 @@ def test_leaving_below_the_minimum_ends_the_job(runs: Runs) -> None:
     run = runs.run("run", "-n", "2", "--elastic", "2:2", script)
     assert run.code == 143, run.describe()
     assert "1 rank is left of 2, and the job needs at least 2: it ends" in run.err
+
+
+ASYNCHRONOUS = """
+import torch, syncline as sl
+member = int(os.environ["SYNCLINE_MEMBER"])
+world = sl.init()
+torch.manual_seed(0)
+model = torch.nn.Embedding(96, 2)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+run = sl.distribute(model, optimizer, strategy=os.environ["STRATEGY"])
+shard = run.shard(torch.utils.data.DataLoader(torch.arange(96), batch_size=4, shuffle=True))
+steps, joined = 0, torch.ones(96, dtype=torch.bool)
+while joined.any():  # until an epoch in which the worker that was started again has taken a step
+    for x in shard:
+        optimizer.zero_grad()
+        model(x)[:, int(member > 2)].sum().backward()
+        optimizer.step()
+        steps += 1
+        if member == 1 and steps == 3:
+            os.kill(os.getpid(), 9)
+    with run.agreed():
+        joined = (model.weight[:, 1] == 0).all().reshape(1)
+        first = bool((model.weight[:, 0] < 0).all())
+run.close()
+say("done", member, first, repr(float(model.weight.detach().double().sum())))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ssp(slack=2)", "downpour(push=2, fetch=2)"])
+def test_a_restarted_worker_joins_an_asynchronous_run(runs: Runs, strategy: str) -> None:
+    """Column 0 is trained by the first workers, column 1 by the one that was started again for worker 1."""
+    options = ("--servers", "2", "--elastic", "1:3", "--restart", "1", "--folder", "job")
+    run = runs.run("run", "-n", "3", *options, runs.script(ASYNCHRONOUS), variables={"STRATEGY": strategy})
+    assert run.code == 0, run.describe()
+    lines = sorted(line[line.index("done") :].split() for line in run.out.splitlines() if "done" in line)
+    assert [line[1:3] for line in lines] == [["0", "True"], ["2", "True"], ["3", "True"]], run.describe()
+    assert len({line[3] for line in lines}) == 1, "the same weights on all"
+    assert "worker 3 joins at epoch" in run.err

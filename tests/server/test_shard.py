@@ -191,3 +191,37 @@ def test_asking_for_state_names_changes_no_numbers() -> None:
     space.number_state(["first", "second"])
     space.state_names()
     assert space.read(2, 0, 3).tolist() == [0.0] * 3
+
+
+def test_a_worker_joins_at_the_slowest_clock() -> None:
+    space = ParameterShard(describe(workers=(0, 1)), 0)
+    for clock in range(3):
+        space.tick(0, clock)
+    space.tick(1, 0)
+    assert space.join(5, 0) == 1
+    assert (space.clocks.slowest, space.clocks.total_steps, space.clocks.live) == (1, 4, 3)
+    assert space.join(5, 2) == 2, "another server has a later clock"
+    space.leave(1, lost=True)
+    assert not space.may_read(3), "the newcomer is the slowest"
+    space.pause(5)
+    assert space.may_read(3)
+    assert (space.clocks.live, space.clocks.present) == (1, 2)
+    assert space.join(5, 0) == 3, "after a pause it continues with the others"
+    space.leave(0)
+    space.leave(5)
+    assert space.join(6, 0) == 3, "alone, it continues at the last clock"
+
+
+def test_no_step_waits_for_a_worker_that_joins_later() -> None:
+    space = synchronous(workers=(0, 1))
+    space.tick(0, 0)
+    assert space.join(5, 1) == 1
+    space.tick(1, 0)
+    assert space.open_step == 1, "the newcomer takes no part in step 0"
+    for worker in (0, 1):
+        space.tick(worker, 1)
+    assert space.open_step == 1
+    space.tick(5, 1)
+    assert space.open_step == 2
+    with pytest.raises(ProtocolError, match="joins at clock"):
+        space.join(6, 3 + MAX_STEPS_AHEAD)

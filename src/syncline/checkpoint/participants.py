@@ -97,6 +97,12 @@ class Participants:
         if world is None or world.size == 1:
             return participants
         participants._asynchronous_runs = [value for value in objects.values() if isinstance(value, AsynchronousRun)]
+        for run in participants._asynchronous_runs:
+            if run.roll is not None and run.roll.has_changed():
+                raise UnsupportedError(
+                    f"{run.strategy!r} in an elastic job cannot be saved after workers were lost or have joined: save "
+                    "the model inside run.agreed(), for example by torch.save on one worker"
+                )
         if participants._asynchronous_runs:
             channel = participants._asynchronous_runs[0].control_channel()
             participants._agreement = world.keep(("checkpoints", channel), lambda: SaveAgreement(world, channel))

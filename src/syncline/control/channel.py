@@ -29,13 +29,13 @@ from typing import Protocol
 
 from torch import nn
 
-from syncline.control.log import ControlLog
+from syncline.control.log import ControlLog, LogEntry
 from syncline.errors import IncompatibleError, PeerLostError, SpecError, SynclineError
 from syncline.runtime import Event, Runtime, Task
-from syncline.transports import Transport
+from syncline.transports import TeamConnector, Transport
 from syncline.transports.key_value_store import KeyValueStore
 
-__all__ = ["ControlBarrier", "ControlChannel", "Post", "poll"]
+__all__ = ["ControlBarrier", "ControlChannel", "Post", "WorkerRoll", "poll"]
 
 logger = logging.getLogger("syncline")
 
@@ -103,7 +103,7 @@ class ControlChannel:
         self.load_weights = load_weights
         """Fills a model's parameters and floating-point buffers with the current weights. Given by the strategy."""
         self._store, self._runtime = store, runtime
-        self._workers, self._rank = workers, rank
+        self._rank = rank
         self._on_stop, self._on_finish, self._on_close = on_stop, on_finish, on_close
         self._lock = runtime.lock()
         self._number = 1
@@ -113,6 +113,12 @@ class ControlChannel:
         self._key = f"control/{name}/{self._number}"
         self._log = ControlLog(store, runtime.now, f"{self._key}/log", MAX_POSTS)
         self._posts: deque[Post] = deque(maxlen=MAX_POSTS)
+        self.roll_log = ControlLog(store, runtime.now, f"{self._key}/workers")
+        """The log of the workers of an elastic job, which `WorkerRoll` reads."""
+        self.on_refresh: Callable[[], None] = lambda: None
+        """Called by the task, at the end of each step and at intervals."""
+        self.members: Sequence[int] = range(workers)
+        """The numbers of the workers. In an elastic job `WorkerRoll` adds those that join."""
         self._steps = self._published = 0
         self._stop = self.closed = False
         self._finished: set[int | None] = set()
@@ -145,7 +151,7 @@ class ControlChannel:
         with self._reached():
             return [
                 self._steps if worker == self._rank else self._store.add(self._steps_key(worker), 0)
-                for worker in range(self._workers)
+                for worker in self.members
             ]
 
     def request_stop(self) -> None:
@@ -199,6 +205,7 @@ class ControlChannel:
             with self._reached():
                 self._publish()
                 self._fetch()
+            self.on_refresh()
         except PeerLostError as error:  # the store may answer later; a call that needs it raises the error
             logger.debug("%s", error)
 
@@ -209,11 +216,29 @@ class ControlChannel:
         with self._reached():
             self._store.set(f"{self._key}/{key}", value)
 
+    def compare_value(self, key: str, expected: str, desired: str) -> str:
+        """Set a text if it is the expected one, or absent and "" is expected. Returns the text afterwards."""
+        with self._reached():
+            return self._store.compare_set(f"{self._key}/{key}", expected, desired).decode()
+
     def value(self, key: str) -> str | None:
         """The text under a key; None if there is none yet."""
         with self._reached():
             found = self._store.check([f"{self._key}/{key}"])
             return self._store.get(f"{self._key}/{key}").decode() if found else None
+
+    def append_to_roll(self, kind: str, only_next: bool = False, **fields: object) -> bool:
+        """Append to the log of the workers; with `only_next`, only if all other entries were read."""
+        with self._reached():
+            if only_next:
+                return self.roll_log.append_next(kind, **fields)
+            self.roll_log.append(kind, **fields)
+            return True
+
+    def read_roll(self) -> list[LogEntry]:
+        """The new entries of the log of the workers."""
+        with self._reached():
+            return self.roll_log.read()
 
     # Below: the caller holds the lock.
 
@@ -384,3 +409,147 @@ class ControlBarrier:
                 peer=rank,
                 pending=f"ranks {missing} to {what}",
             )
+
+
+class WorkerRoll:
+    """The workers of an asynchronous elastic job, and the barrier among those that are present.
+
+    A log that all see alike has the workers that join, and their arrivals at the barrier. A barrier is passed by an
+    entry that follows right after the entries on which it was decided. So all agree on who takes part in it::
+
+        joined 4 · arrived 0 · arrived 4 · passed 1 · arrived 2 …        worker 1 is lost: nobody waits for it
+
+    A newcomer joins before a barrier that is not passed yet. An entry that comes too late counts for nothing.
+    """
+
+    JOINED, ARRIVED, PASSED, CLOSED, ENDED = "joined", "arrived", "passed", "closed", "ended"
+
+    def __init__(
+        self,
+        channel: ControlChannel,
+        connector: TeamConnector,
+        member: int,
+        launched: int,
+        timeout_s: float,
+    ) -> None:
+        """`launched` is the number of workers that the launcher has started at first."""
+        self.member = member
+        self.number = 0
+        """How often this worker has called `wait`."""
+        self.ended = False
+        """Whether all workers have closed their runs."""
+        self._channel = channel
+        self._lost = connector.lost
+        self._follow = connector.follow
+        self._runtime = connector.runtime
+        self._timeout_s = timeout_s
+        self._lock = connector.runtime.lock()
+        self._launched = launched
+        self._arrivals = dict.fromkeys(range(launched), 0)
+        """By worker: how often it has called `wait`."""
+        self._passed = 0
+        self._closed: set[int] = set()
+
+    def lost(self) -> Mapping[int, str]:
+        """The lost workers, each with the reason."""
+        return self._lost()
+
+    def present(self) -> list[int]:
+        """The workers that are neither lost nor have closed their runs, as far as this process has read."""
+        lost = self._lost()
+        return [each for each in sorted(self._arrivals) if each not in lost and each not in self._closed]
+
+    def has_changed(self) -> bool:
+        """Whether workers have joined, or were lost, since the start of the job."""
+        self.refresh()
+        return self.present() != list(range(self._launched))
+
+    def join(self, number: int) -> bool:
+        """In a newcomer: take part from the barrier after `number` on. Returns False if the others have passed it."""
+        self._channel.append_to_roll(self.JOINED, member=self.member, number=number)
+        self.refresh()
+        self.number = number
+        return self.member in self._arrivals
+
+    def wait(self, what: str) -> None:
+        """Return when every worker that is present has called it as often as this one. `what` is for messages."""
+        self.number += 1
+        number = self.number
+        self._channel.append_to_roll(self.ARRIVED, member=self.member, number=number)
+        self._wait(
+            what,
+            lambda: self._passed >= number,
+            lambda member: self._arrivals[member] >= number,
+            lambda: self._channel.append_to_roll(self.PASSED, only_next=True, number=number),
+        )
+
+    def close(self) -> None:
+        """Return when every worker that is present has called it: no worker takes steps any more."""
+        self._channel.append_to_roll(self.CLOSED, member=self.member)
+        self._wait(
+            "close their runs",
+            lambda: self.ended,
+            lambda member: member in self._closed,
+            lambda: self._channel.append_to_roll(self.ENDED, only_next=True),
+        )
+
+    def refresh(self) -> None:
+        """Read the log."""
+        with self._lock:
+            for entry in self._channel.read_roll():
+                member, number = int(entry.fields.get("member", -1)), int(entry.fields.get("number", 0))
+                if entry.kind == self.JOINED and self._passed <= number and not self.ended:
+                    self._arrivals[member] = number
+                elif entry.kind == self.ARRIVED and member in self._arrivals:
+                    self._arrivals[member] = max(self._arrivals[member], number)
+                elif entry.kind == self.PASSED:
+                    self._passed = max(self._passed, number)
+                elif entry.kind == self.CLOSED:
+                    self._closed.add(member)
+                elif entry.kind == self.ENDED:
+                    self.ended = True
+            self._channel.members = sorted(self._arrivals)
+        self._follow(self._channel.members)
+
+    def _wait(
+        self,
+        what: str,
+        done: Callable[[], bool],
+        arrived: Callable[[int], bool],
+        decide: Callable[[], bool],
+    ) -> None:
+        """Wait as long as the channel shows progress: steps of any worker, or entries."""
+        since, progress = self._runtime.now(), (0, [0])
+        for _ in poll(self._runtime):
+            self.refresh()
+            if done():
+                return
+            lost = self._lost()
+            if self.member in lost:
+                raise PeerLostError(
+                    f"worker {self.member} waits for all workers to {what}, and was declared lost "
+                    f"({lost[self.member]}): the others continue without it",
+                    peer=self.member,
+                    pending=f"all workers to {what}",
+                )
+            missing = [each for each in sorted(self._arrivals) if each not in lost and not arrived(each)]
+            if not missing:
+                decide()
+                continue
+            if closed := [each for each in missing if each in self._closed]:
+                raise IncompatibleError(
+                    f"worker {self.member} waits for all workers to {what}, and worker {closed[0]} has closed its run: "
+                    "every worker must make this call, as often as the others"
+                )
+            now = (sum(self._arrivals.values()) + len(self._closed), self._channel.steps())
+            if now != progress:
+                since, progress = self._runtime.now(), now
+            waited = self._runtime.now() - since
+            if waited > self._timeout_s:
+                raise PeerLostError(
+                    f"worker {self.member} has waited {waited:.0f} s for workers {missing} to {what}, and no worker "
+                    f"took a step meanwhile (steps: {now[1]}): every worker must make this call",
+                    peer=missing[0],
+                    pending=f"workers {missing} to {what}",
+                    seconds=waited,
+                )

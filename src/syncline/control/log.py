@@ -84,6 +84,19 @@ class ControlLog:
             else:
                 number, expected = present + 1, ""
 
+    def append_next(self, kind: str, **fields: Any) -> bool:
+        """Append an entry only if this object has read all others. Returns whether it did."""
+        text = json.dumps(
+            {
+                "kind": kind[:MAX_KIND_CHARS],
+                "time": self._clock(),
+                "id": secrets.token_hex(8),
+                **fields,
+                "entry": self._read,
+            }
+        )
+        return self._store.compare_set(self._key_of(self._read), "", text) == text.encode()
+
     def read(self) -> list[LogEntry]:
         """The entries since the last call of this object, oldest first."""
         entries = []

@@ -182,6 +182,11 @@ class TeamFormation:
         """Why the launcher has asked this member to leave, as far as the log was read; empty if it has not."""
         return self._must_leave.get(self.member, "")
 
+    def announce(self, members: list[int]) -> None:
+        """Write the present members into the log, for the launcher: newcomers to asynchronous runs are in no team."""
+        generation = 0 if self._latest is None else self._latest.generation
+        self.log.append(TEAM, generation=generation, team=members)
+
     def leave(self, reason: str) -> None:
         """Announce that this member leaves by itself: the others do not wait for it."""
         self.log.append(LEFT, member=self.member, reason=reason)

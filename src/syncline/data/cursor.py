@@ -129,6 +129,11 @@ class Cursor(DataPosition):
         self._loaded = 0
 
     @property
+    def loads(self) -> int:
+        """How often a position was loaded."""
+        return self._loaded
+
+    @property
     def next_epoch(self) -> int:
         """The epoch that is being read; between two iterations, the epoch of the next one."""
         return self.epoch + (self.over and self.samples > 0)

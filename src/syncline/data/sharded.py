@@ -10,11 +10,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from syncline.data.claims import Epochs
 from syncline.data.cursor import Cursor, DataPosition
 from syncline.data.order import refuse_distributed
 from syncline.data.partition import RankPartition, mix_seeds
 from syncline.data.sources import (
     BatchSource,
+    IndexedSource,
     Piece,
     PieceCounts,
     ReadyBatchSource,
@@ -43,6 +45,8 @@ class EpochReader(ABC, Generic[T]):
 
     def __init__(self, source: Source, part: RankPartition, cursor: Cursor | None, split: bool = True) -> None:
         self.cursor = Cursor() if cursor is None else cursor
+        self.claims: Epochs | None = None
+        """In an elastic job in which each worker has its own pace: which worker reads which batch."""
         self.teams = 0
         """How often the number of ranks has changed."""
         self._source = source
@@ -131,6 +135,8 @@ class EpochReader(ABC, Generic[T]):
     def uneven(self) -> bool:
         """Whether ranks may end at different times, in this epoch or another. The same on every rank."""
         start = self.cursor.start
+        if self.claims is not None:
+            return False
         return not self._split or self._source.uneven(0) or (start > 0 and self._source.uneven(start))
 
     @property
@@ -142,7 +148,7 @@ class EpochReader(ABC, Generic[T]):
         """The number of steps of the ranks in an epoch from `position` on, if it is known for all."""
         ranks = (0, self._part.rank, self._part.size - 1)
         most, own, fewest = (self._source.pieces(rank, position.samples) for rank in ranks)
-        if most is None or own is None or fewest is None or not self._split:
+        if most is None or own is None or fewest is None or not self._split or self.claims is not None:
             return None
         return PieceCounts(most, own, fewest)
 
@@ -221,7 +227,30 @@ class Sharded(EpochReader[Piece]):
         """Samples of a full batch of one rank, which has the weight 1.0."""
         return self._source.batch
 
+    @property
+    def claimable(self) -> bool:
+        """Whether workers can claim the batches: the data has indices, and is shared among them."""
+        return self._split and isinstance(self._source, IndexedSource)
+
+    def _read_claimed(self, position: DataPosition, epochs: Epochs) -> Generator[Piece, None, None]:
+        source = self._source
+        assert isinstance(source, IndexedSource), "`claimable` was asked before"
+        batches, read, first = source.batches_of(position.epoch), 0, 0
+        while first < len(batches) and read < position.samples:  # a resumed epoch
+            read, first = read + len(batches[first]), first + 1
+        claims = epochs.begin(position.epoch, self.cursor.loads, len(batches), first)
+        try:
+            while True:
+                yield from source.read_claimed(position, batches, claims)
+                if not claims.more():
+                    return
+        finally:
+            claims.leave()
+
     def _read(self, position: DataPosition) -> Generator[Piece, None, None]:
+        if self.claims is not None:
+            yield from self._read_claimed(position, self.claims)
+            return
         empty = position.samples == 0
         for piece in self._source.read(position):
             empty = False

@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from syncline.data.claims import EpochClaims
 from syncline.data.cursor import DataPosition
 from syncline.data.loader import BatchReader, BatchRequest, loader_like
 from syncline.data.order import CommonRandomState, Order, length_of, order_of, reseed
@@ -39,6 +40,7 @@ from syncline.errors import IncompatibleError
 
 __all__ = [
     "BatchSource",
+    "IndexedSource",
     "Piece",
     "PieceCounts",
     "ReadyBatchSource",
@@ -127,9 +129,10 @@ class Source(ABC):
         return True
 
 
-class _IndexedSource(Source):
+class IndexedSource(Source):
     """Data with indices, so that every part of an epoch can be read again."""
 
+    reader: BatchReader[Any]
     _drop_last: bool
     _order: Order
     _batches = False
@@ -161,6 +164,25 @@ class _IndexedSource(Source):
         items.skip(lost.start, position.lost_shares)
         return items.count(lost.split(list(chain.from_iterable(items.draw(lost.samples))))[1])
 
+    @abstractmethod
+    def batches_of(self, epoch: int) -> list[list[Any]]:
+        """The batches of all workers in an epoch, in its order: the indices of each."""
+
+    def read_claimed(self, position: DataPosition, batches: list[list[Any]], claims: EpochClaims) -> Iterator[Piece]:
+        """The batches that this worker can claim at the moment."""
+        part, epoch = self._part, position.epoch
+        starts = [0, *accumulate(map(len, batches))]
+
+        def requests() -> Iterator[BatchRequest[int]]:
+            for number in claims.take():
+                yield number, batches[number], (part.seed, epoch, starts[number], part.who)
+
+        for number, data in self.reader.read(requests(), mix_seeds(part.seed, epoch, part.who)):
+            claims.returned(number)
+            position.samples = max(1, starts[claims.first_open])
+            count = len(batches[number])
+            yield Piece(data, count / self.batch, count=count)
+
     def rest(self, position: DataPosition) -> int:
         if self._drop_last:
             return 0
@@ -169,7 +191,7 @@ class _IndexedSource(Source):
         return items.count(items.take(self._step_items))
 
 
-class SampleSource(_IndexedSource):
+class SampleSource(IndexedSource):
     """Single samples: rank r of k takes every k-th of a global batch, starting with r.
 
     A global batch has `global_batch` samples, by default k times the loader's batch size.
@@ -216,6 +238,12 @@ class SampleSource(_IndexedSource):
     def read(self, position: DataPosition) -> Iterator[Piece]:
         yield from _read_shares(self.reader, self.shares(position), self._part, self.batch, position)
 
+    def batches_of(self, epoch: int) -> list[list[Any]]:
+        take, batches = self._order.begin(epoch), list[list[Any]]()
+        while len(indices := take(self.batch)) >= (self.batch if self._drop_last else 1):
+            batches.append(indices)
+        return batches
+
     def uneven(self, start: int) -> bool:
         length = self._order.length
         return length is None or ends_unevenly(
@@ -229,7 +257,7 @@ class SampleSource(_IndexedSource):
         return count_shares(max(length - start, 0), self._step_items, rank, self._drop_last)
 
 
-class BatchSource(_IndexedSource):
+class BatchSource(IndexedSource):
     """Batches of a user's batch sampler: batch i goes to rank i mod k."""
 
     _batches = True
@@ -241,7 +269,7 @@ class BatchSource(_IndexedSource):
         self._drop_last = bool(drop_last)
         self._order = order_of(loader, part.seed)
         self.regroup(part)
-        self._reader: BatchReader[RankShare] = BatchReader(loader)
+        self.reader: BatchReader[Any] = BatchReader(loader)
 
     def read(self, position: DataPosition) -> Iterator[Piece]:
         items = EpochItems(self._order.begin(position.epoch), self._batches)
@@ -250,7 +278,13 @@ class BatchSource(_IndexedSource):
         items.put_back(first)
         items.skip(position.samples, position.lost_shares)
         shares = share_batches(items.take, self._part, self._drop_last, position.samples)
-        yield from _read_shares(self._reader, shares, self._part, usual, position)
+        yield from _read_shares(self.reader, shares, self._part, usual, position)
+
+    def batches_of(self, epoch: int) -> list[list[Any]]:
+        take, batches = self._order.begin(epoch), list[list[Any]]()
+        while found := take(1):
+            batches += map(list, found)
+        return batches
 
     def uneven(self, start: int) -> bool:
         # The number of batches before `start` is unknown until they are drawn.

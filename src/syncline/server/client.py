@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import isfinite, nan
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLostError, ProtocolError, SynclineError, WorldError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.runtime import Runtime
 from syncline.server import protocol
 from syncline.server.factors import pack_range
@@ -357,6 +357,22 @@ class Client:
         """This worker takes no more steps: no read waits for its clock."""
         self.control({"do": "finish"}, everywhere=True)
 
+    def pause(self) -> None:
+        """This worker takes no steps until it calls `join`: no read waits for its clock."""
+        self.control({"do": "pause"}, everywhere=True)
+
+    def join(self) -> None:
+        """Take part with a clock: in a worker that joins the job, or continues after a pause.
+
+        The clock is the latest of the slowest clocks of all servers. Each server first holds its slowest clock, so that
+        none passes the chosen one meanwhile.
+        """
+        first = [int(reply["clock"]) for reply in self.control({"do": "join"}, everywhere=True)]
+        clock = max(first)
+        if clock > min(first):
+            clock = max(int(reply["clock"]) for reply in self.control({"do": "join", "clock": clock}, everywhere=True))
+        self.clock = clock
+
     def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
         """Send a JSON request to server 0, or to all servers, and return the reply or the list of replies."""
         body = json_body(request)
@@ -373,6 +389,20 @@ class Client:
     def hello(self) -> None:
         """Send the space's description to the servers."""
         self._ask(protocol.HELLO, self.sender.connections, bytes_tensor(self.description.to_json()))
+
+    def hello_as_newcomer(self) -> None:
+        """Open a space that the other workers have opened, without a clock. The space must be the same."""
+        for reply in self._ask(protocol.HELLO, self.sender.connections):
+            found, own = SpaceDescription.from_json(reply), self.description
+            if found != own:
+                changed = [each.name for each in fields(found) if getattr(found, each.name) != getattr(own, each.name)]
+                values = ", ".join(
+                    f"{name}: {getattr(found, name)!r:.80}, here {getattr(own, name)!r:.80}" for name in changed
+                )
+                raise IncompatibleError(
+                    f"this worker cannot join space {own.name!r}: its model or its optimizer is not that of the others "
+                    f"({values})"
+                )
 
     def observe(self) -> Client:
         """Ask a server for the space's description, once the workers have sent it; return a client that observes."""

@@ -7,6 +7,8 @@ member 0   1   2   3            member 0   1   2   3            member 0   1   2
 server 0   1   2   3            server                 4   5    server 0   1   2   3
 ```
 
+Workers that join an elastic job later have the numbers after these.
+
 The launcher's environment variables give the number of each kind and this process's role.
 """
 
@@ -28,6 +30,7 @@ from syncline.transports import Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.key_value_store import program_name
 from syncline.world import World
+from syncline.world.elastic import ELASTIC_VARIABLE
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
 
@@ -142,6 +145,8 @@ class ServerNetwork:
     """If this process is a new server: the number of the lost one whose place it takes."""
     newcomers: tuple[int, ...] = ()
     """On the simulator: members that may become new servers."""
+    elastic: bool = False
+    """Whether workers may join later."""
 
     @cached_property
     def chain_log(self) -> ChainLog:
@@ -153,6 +158,30 @@ class ServerNetwork:
     def server_number(self) -> int:
         """The number of the server in this process, or of the lost one that it replaces."""
         return self.servers.index(self.me) if self.replaces is None else self.replaces
+
+    @property
+    def first_later(self) -> int:
+        """The number after all members that were known at the start."""
+        return 1 + max(self.workers + self.servers + self.evaluators + self.newcomers)
+
+    @property
+    def joined_workers(self) -> tuple[int, ...]:
+        """On the simulator: workers that join later. In real processes a later member may also be a new server."""
+        return tuple(range(self.first_later, self.transport.size)) if self.elastic else ()
+
+    @property
+    def joins(self) -> bool:
+        """Whether this process is a worker that has joined later."""
+        return self.replaces is None and self.me >= self.first_later
+
+    def is_lost(self, member: int) -> bool:
+        """Whether a member is lost, and has not left by itself."""
+        return self.number_in_job(member) in self.transport.lost()
+
+    def number_in_job(self, member: int) -> int:
+        """The number of a member in the transport's reports. One that has joined later keeps its own."""
+        members = self.transport.members
+        return members[member] if member < len(members) else member
 
     def chain(self, server: int) -> tuple[int, ...]:
         """The servers that hold the shard of a server: itself, then the next ones.
@@ -185,19 +214,21 @@ def network_of(
     *,
     newcomers: int = 0,
     replaces: int | None = None,
+    elastic: bool = False,
 ) -> ServerNetwork:
     """The network on a transport whose members have the order above. Without servers every worker serves.
 
     `replicas` is the number of servers that hold each shard. On the simulator `newcomers` more members follow, which
-    may become new servers; `replaces` is the number of the server whose place such a member takes.
+    may become new servers; `replaces` is the number of the server whose place such a member takes. `elastic`: workers
+    may join later.
 
     >>> from syncline.transports import SingleTransport
     >>> network_of(SingleTransport(), workers=1).servers
     (0,)
     """
     end = workers + servers
-    known = end + evaluators + newcomers
-    if workers < 1 or (known != transport.size if replaces is None else known > transport.size):
+    known, more = end + evaluators + newcomers, elastic or replaces is not None
+    if workers < 1 or transport.size < known or (transport.size > known and not more):
         raise WorldError(
             f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
             "this transport"
@@ -222,6 +253,7 @@ def network_of(
         replicas=replicas,
         replaces=replaces,
         newcomers=tuple(range(end + evaluators, known)),
+        elastic=elastic,
     )
     clients = (*network.workers, *network.evaluators)
     transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
@@ -250,7 +282,8 @@ def server_network(world: World, replicas: int | None = None) -> ServerNetwork:
 
 
 def _make_network(world: World, replicas: int) -> ServerNetwork:
-    extra = world.transport.extra_roles
+    extra, elastic = world.transport.extra_roles, world.elastic
+    workers = world.size if elastic is None else elastic.launched
     if extra:
         servers = extra.count("server")
         evaluators, newcomers = extra.count("evaluator"), extra.count("new server")
@@ -259,11 +292,21 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
                 f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, then new servers, no "
                 "others"
             )
-        return network_of(world.job_channel, world.size, servers, evaluators, replicas, newcomers=newcomers)
+        return network_of(
+            world.job_channel,
+            workers,
+            servers,
+            evaluators,
+            replicas,
+            newcomers=newcomers,
+            elastic=elastic is not None,
+        )
     simulated = world.transport.timing.virtual  # the launcher's variables are not about simulated ranks
     roles = Roles() if simulated else read_roles(world.environ)
     if roles.role != "worker":
         return join_network(roles, world.transport.timeout)
+    if elastic is not None and elastic.joining:
+        return _join_as_newcomer(world, roles, elastic.limits.member)
     if not roles.workers_only and roles.workers != world.size:
         raise WorldError(
             f"this world has {world.size} ranks, but {roles.workers} workers were started with {roles.servers} servers "
@@ -279,7 +322,22 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
     environment = detect(world.environ) if roles.workers_only else roles.environment(world.rank)
     transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
     world.count_losses_of(transport)
-    return network_of(transport, world.size, roles.servers, roles.evaluators, roles.replicas)
+    return network_of(
+        transport, world.size, roles.servers, roles.evaluators, roles.replicas, elastic=elastic is not None
+    )
+
+
+def _join_as_newcomer(world: World, roles: Roles, member: int) -> ServerNetwork:
+    """Join the network of a job that trains already. `member` is this process's number in the job."""
+    place = detect(world.environ).rendezvous if roles.rendezvous is None else roles.rendezvous
+    if not roles.servers or place is None:
+        raise WorldError(
+            "a worker joins the strategies of the parameter server only if the servers are processes of their own: "
+            "start the job with syncline run --servers S"
+        )
+    zeromq = importlib.import_module("syncline.transports.zeromq")
+    transport = zeromq.join(place, world.transport.timeout, label=LABEL, name_of=roles.name_of, name=f"rank {member}")
+    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, elastic=True)
 
 
 def join_network(
@@ -292,14 +350,21 @@ def join_network(
             "and sets it (SYNCLINE_ROLE, MASTER_ADDR, MASTER_PORT)"
         )
     zeromq = importlib.import_module("syncline.transports.zeromq")
+    elastic = bool(os.environ.get(ELASTIC_VARIABLE))
     if roles.joins:
         transport = zeromq.join(roles.rendezvous, timeout, label=LABEL, name_of=roles.name_of, name=program_name())
         return network_of(
-            transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, replaces=roles.number
+            transport,
+            roles.workers,
+            roles.servers,
+            roles.evaluators,
+            roles.replicas,
+            replaces=roles.number,
+            elastic=elastic,
         )
     environment = roles.environment()
     transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=join_timeout_s, name_of=roles.name_of)
-    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas)
+    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, elastic=elastic)
 
 
 def import_handlers(environ: Mapping[str, str] | None = None) -> None:

@@ -115,6 +115,9 @@ def open_space(
     )
     on_close = _wait_for_others(server, description, network)
     client = client_class(network, description, filters=filters, retry_s=retry_s, seed=seed, on_close=on_close)
+    if network.joins:
+        client.hello_as_newcomer()
+        return client
     client.hello()
     if initial is not None and network.me == description.workers[0]:
         client.put(None, initial)

@@ -592,7 +592,7 @@ class RequestHandler:
         reply = ReplyHeader(
             protocol.LATE if late else protocol.OK,
             (protocol.STOP if shard.stopping else 0) | (0 if exact else protocol.REPLY_ENCODED),
-            shard.clocks.live,
+            shard.clocks.present,
             0,
             header.space,
             header.number,
@@ -823,6 +823,22 @@ class ControlRequests:
             session.shard.leave(session.member)
         return {}
 
+    def pause(self, session: ClientSession, request: dict[str, Any]) -> Any:
+        """The worker takes no steps for some time: no read waits for its clock until it joins again."""
+        if session.worker:
+            session.shard.pause(session.member)
+        return {}
+
+    def join(self, session: ClientSession, request: dict[str, Any]) -> Any:
+        """Give a client a clock: a worker that joins a job, or continues after a pause."""
+        clock, shard = request.get("clock", 0), session.shard
+        if not isinstance(clock, int) or not 0 <= clock < MAX_CLOCK:
+            raise ProtocolError(f"a clock is an integer, 0 or more, not {str(clock)[:80]}")
+        if shard.description.parent:
+            raise ProtocolError("a worker cannot join the group of a sub-master: leave masters= out")
+        session.worker = True
+        return {"clock": shard.join(session.member, clock)}
+
     def number_handler(self, session: ClientSession, request: dict[str, Any]) -> Any:
         name = str(request["name"])[:256]
         if name not in self.handlers:
@@ -863,6 +879,8 @@ _ACTIONS: dict[str, Callable[[ControlRequests, ClientSession, dict[str, Any]], A
     "below": ControlRequests.report_group,
     "stop": ControlRequests.stop,
     "finish": ControlRequests.finish,
+    "pause": ControlRequests.pause,
+    "join": ControlRequests.join,
     "handler": ControlRequests.number_handler,
     "planes": ControlRequests.optimizer_state,
     "clocks": ControlRequests.set_clocks,

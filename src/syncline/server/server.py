@@ -99,11 +99,16 @@ class Server:
         self._member_gone: Event = self._runtime.event()
         self._closed = False
         self._tasks: list[Task] = []
+        self._worker_tasks: list[Task] = []
+        """On a transport without listeners: those of `_tasks` that serve a worker."""
         self._listening: RequestListener | None = None
         self._incoming: dict[int, deque[_Incoming]] = {}
         """By client: requests whose bodies are being received, and those behind them."""
         self._refusals = WarningLog(logger, self._runtime.now)
         self._gone: set[int] = set()
+        self._first_later = network.first_later
+        self._joined_workers: set[int] = set()
+        """Workers that have joined later, as far as they have sent requests to this server. New servers send none."""
         self._relays: dict[int, Relay] = {}
         self._parent_clients: dict[int, Client] = {}
 
@@ -141,8 +146,10 @@ class Server:
             # A sub-master is a client of its parent. No server is its own client.
             masters = [each for each in network.servers if each != network.me] if network.dedicated else ()
             newcomers = [each for each in network.newcomers if each != network.me]
-            for member in (*network.workers, *network.evaluators, *masters, *newcomers):
+            workers = (*network.workers, *network.joined_workers)
+            for member in (*workers, *network.evaluators, *masters, *newcomers):
                 self._tasks.append(self._runtime.spawn(self._serve_member, member, name=f"server-{member}"))
+            self._worker_tasks = self._tasks[: len(workers)]
         if self.chains:
             self._tasks.append(self._runtime.spawn(self._follow_chain_log, name="chains"))
         if network.replaces is not None:
@@ -152,7 +159,7 @@ class Server:
     def _awaited_worker(self) -> int | None:
         """The worker whose step the deferred reads wait for. Clients that wait for replies name it in errors."""
         slowest = self._slowest()
-        return None if slowest is None else self._transport.members[slowest[0]]
+        return None if slowest is None else self.network.number_in_job(slowest[0])
 
     def _slowest(self) -> tuple[int, int] | None:
         with self._lock:
@@ -165,16 +172,25 @@ class Server:
 
     def join(self) -> None:
         """Return when every worker has left or is lost."""
-        for task in self._tasks[: len(self.network.workers)]:
+        for task in self._worker_tasks:
             task.join()  # without a timeout, which would hide deadlocks from the simulator
         while self._listening is not None:
             with self._lock:
-                if self._closed or self._error or self._gone.issuperset(self.network.workers):
+                if self._closed or self._error or self._workers_are_gone():
                     break
                 self._member_gone.clear()
             self._member_gone.wait(why="the workers to leave")
         if self._error is not None:
             raise self._error
+
+    def _workers_are_gone(self) -> bool:
+        """Whether every worker has left or is lost. A new server knows those that have joined from the snapshots."""
+        if self.network.elastic and not all(chain.joined for chain in self.chains.values()):
+            return False
+        handlers = [chain.handler for chain in self.chains.values()] or [self.handler]
+        present = {each for handler in handlers for space in handler.shards for each in handler.members_in(space)}
+        joined = {each for each in present if each >= self._first_later}
+        return self._gone.issuperset((*self.network.workers, *self._joined_workers, *joined))
 
     def wait_left(self, space_id: int, timeout_s: float) -> bool:
         """Wait until all clients have left a space; False after the timeout."""
@@ -238,6 +254,8 @@ class Server:
             record, data = self._read_record(member, data)
             if record is None:
                 return
+        elif member >= self._first_later:
+            self._note_joined_worker(member)
         header, refusal = self._read_header(member, data)
         if header is None:
             return
@@ -286,8 +304,7 @@ class Server:
         with self._lock:
             self._gone.add(member)
             self._member_gone.set()
-        rank = self._transport.members[member] if member < self._transport.size else member  # it has joined later
-        self._lose(member, left=rank not in self._transport.lost())
+        self._lose(member, left=not self.network.is_lost(member))
 
     # Transports without listeners: a task for each client.
 
@@ -315,6 +332,8 @@ class Server:
                 record, data = self._read_record(member, data)
                 if record is None:
                     continue
+            elif member >= self._first_later:
+                self._note_joined_worker(member)
             header, refusal = self._read_header(member, data)
             if header is None:
                 continue
@@ -341,6 +360,12 @@ class Server:
             self._handle(member, header, body, incoming.record)
 
     # Both kinds of transports.
+
+    def _note_joined_worker(self, member: int) -> None:
+        """A member that has joined later has sent a request: it is a worker."""
+        if member not in self._joined_workers:
+            with self._lock:
+                self._joined_workers.add(member)
 
     def _read_header(self, member: int, data: memoryview) -> tuple[RequestHeader | None, str]:
         """A request's header, and why it is refused; None if the header cannot be read, which the sender is told."""
@@ -413,7 +438,7 @@ class Server:
             return
         if member not in self.network.chain_log.numbers:
             self._lose_in_chains(member, left)
-        if member not in self._clients:
+        if member not in self._clients | self._joined_workers:
             with self._lock:
                 self._lost_servers.append(member)
             self._chain_news.set()
@@ -514,6 +539,7 @@ class Server:
                     len(self.chains),
                     seconds,
                 )
+                self._member_gone.set()  # all workers are known now
                 return
             self._chain_news.set()  # servers may have been added or lost
             self._runtime.sleep(ASK_AGAIN_S)

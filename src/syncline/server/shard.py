@@ -83,13 +83,21 @@ class WorkerClocks:
         """Steps of all workers together."""
         self.slowest = 0
         """The smallest clock of the workers that still train."""
+        self._skipped: dict[int, int] = {}
+        """Steps before the clocks at which workers have joined: nobody has taken them."""
         self._training = set(self.of)
+        self._paused: set[int] = set()
         self._update()
 
     @property
     def live(self) -> int:
-        """Workers that still train."""
+        """Workers that train now."""
         return len(self._training)
+
+    @property
+    def present(self) -> int:
+        """Workers that still train, with those that pause."""
+        return len(self._training) + len(self._paused)
 
     def trains(self, worker: int) -> bool:
         return worker in self._training
@@ -111,8 +119,25 @@ class WorkerClocks:
         self.of[worker] = clock
         self._update()
 
+    def join(self, worker: int, clock: int) -> None:
+        """Add a worker, or one that has left, at a clock that is not before its own."""
+        own = self.of.get(worker, 0)
+        clock = max(own, clock)
+        self._skipped[worker] = self._skipped.get(worker, 0) + clock - own
+        self._training.add(worker)
+        self._paused.discard(worker)
+        self.set(worker, clock)
+
+    def pause(self, worker: int) -> None:
+        """No longer wait for a worker that continues later."""
+        if worker in self._training:
+            self._training.discard(worker)
+            self._paused.add(worker)
+            self._update()
+
     def leave(self, worker: int) -> bool:
         """Remove a worker that is lost or has finished; return whether it was there."""
+        self._paused.discard(worker)
         if worker not in self._training:
             return False
         self._training.discard(worker)
@@ -120,15 +145,21 @@ class WorkerClocks:
         return True
 
     def snapshot(self) -> dict[str, Any]:
-        """The clocks, and the workers that still train, for a copy on another server."""
-        return {"of": dict(self.of), "training": sorted(self._training)}
+        """The clocks, and the workers that still train or pause, for a copy on another server."""
+        return {
+            "of": dict(self.of),
+            "skipped": dict(self._skipped),
+            "training": sorted(self._training),
+            "paused": sorted(self._paused),
+        }
 
     def load_snapshot(self, state: dict[str, Any]) -> None:
-        self.of, self._training = dict(state["of"]), set(state["training"])
+        self.of, self._skipped = dict(state["of"]), dict(state["skipped"])
+        self._training, self._paused = set(state["training"]), set(state["paused"])
         self._update()
 
     def _update(self) -> None:
-        self.total_steps = sum(self.of.values())
+        self.total_steps = sum(self.of.values()) - sum(self._skipped.values())
         self.slowest = min(map(self.of.__getitem__, self._training), default=NO_CLOCK)
 
 
@@ -283,12 +314,46 @@ class ParameterShard:
         if left and not lost and not self.stopping:
             self._left_at[worker] = self.clocks.of[worker]
         if left:
-            try:
-                self.close_steps()
-            except Exception as error:  # of a user's rule; no client can receive it
-                step = self.open_step - 1
-                logger.warning("space %r: step %d is not applied: %s", self.description.name, step, error)
+            self._close_steps_without(worker)
         return left
+
+    def pause(self, worker: int) -> None:
+        """No read waits for a worker's clock until it joins again."""
+        self.clocks.pause(worker)
+        self._close_steps_without(worker)
+
+    def _close_steps_without(self, worker: int) -> None:
+        """Apply the steps that waited for a worker."""
+        try:
+            self.close_steps()
+        except Exception as error:  # of a user's rule; no client can receive it
+            step = self.open_step - 1
+            logger.warning(
+                "space %r: step %d, without worker %d, is not applied: %s", self.description.name, step, worker, error
+            )
+
+    def join(self, worker: int, clock: int) -> int:
+        """Add a worker at the slowest clock, or at `clock` if that is later. Returns its clock.
+
+        No read that was allowed before becomes forbidden, because the slowest clock does not go back.
+        """
+        clocks = self.clocks
+        start = clocks.slowest if clocks.live else max(clocks.of.values(), default=0)
+        if self.description.synchronous:
+            start = self.open_step
+            if clock - start > MAX_STEPS_AHEAD:
+                raise ProtocolError(f"worker {worker} joins at clock {clock}, and step {start} is open")
+        clocks.join(worker, max(start, clock))
+        self._kept_bytes.setdefault(worker, 0)
+        self._others_at_read.setdefault(worker, 0)
+        self._step_staleness.pop(worker, None)
+        self._left_at.pop(worker, None)
+        self.note_read(worker)
+        if self.description.synchronous:
+            for step in range(self.open_step, clocks.of[worker]):  # it takes no part in these
+                self._sync_steps.setdefault(step, _SyncStep()).ticked.add(worker)
+            self.close_steps()
+        return clocks.of[worker]
 
     def set_clocks(self, clocks: Sequence[int]) -> None:
         """Continue from a checkpoint: one clock for each worker, in their order."""

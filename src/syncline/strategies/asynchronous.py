@@ -2,22 +2,44 @@
 
 Between the first step and the last, neither the run nor the loop around it calls a collective of the world, because a
 killed worker would break it. Workers wait for each other by posts on the control channel (`wait_for_all`).
+
+In an elastic job workers may join (`admits_newcomers`). The workers are then known by their numbers in the job, and
+claim the batches of an epoch one by one (`data/claims.py`). A newcomer is alone until its first loop that has data::
+
+    newcomer   sl.distribute()     for batch in shard: ── enter() ── JOINED in the log ── weights ── trains
+               loads are its own                          at the epoch that the others read
+
+It does not enter the team of the world: its collectives are its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from syncline.control import ControlBarrier, ControlChannel
+from syncline.control import ControlBarrier, ControlChannel, WorkerRoll, poll
+from syncline.data import Epochs, MicroBatches, Sharded
+from syncline.errors import IncompatibleError, PeerLostError, UnsupportedError, WorldError
+from syncline.state_trees import decode, encode
 from syncline.strategies.base import StrategyRun, all_tensors
 from syncline.transports import Transport
-from syncline.world import Group, barrier
+from syncline.world import DataPlace, Group, TeamChange, barrier
 
 __all__ = ["AsynchronousRun"]
+
+logger = logging.getLogger("syncline")
+
+PUBLISH_EVERY_S = 1.0
+"""Seconds between two publications of the learning rates, for newcomers."""
+SCHEDULE_KEY = "schedule"
+NOT_PUBLISHED = ("params",)
 
 
 class AsynchronousRun(StrategyRun):
@@ -28,7 +50,28 @@ class AsynchronousRun(StrategyRun):
     saving_team: Group | None = None
     """While a checkpoint is written: the workers that write it; else None."""
 
+    admits_newcomers = False
+    """Whether workers can join a job with this strategy."""
+    roll: WorkerRoll | None = None
+    """In an elastic job that admits newcomers: the workers that are present."""
+
     _channel: ControlChannel
+    _published = -PUBLISH_EVERY_S
+
+    # Contract: workers that join.
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Inside, this worker waits for others: no other worker waits for its next step."""
+        yield
+
+    def flush_steps(self) -> None:
+        """Make all steps of this worker part of what survives its loss."""
+
+    def enter_training(self) -> None:
+        """In a newcomer: take the weights of the others, and take part."""
+
+    # The channel.
 
     def open_channel(
         self,
@@ -44,12 +87,17 @@ class AsynchronousRun(StrategyRun):
             store,
             world.runtime,
             self.strategy.name,
-            world.size,
-            world.rank,
+            world.size if world.elastic is None else world.elastic.launched,
+            world.rank if world.elastic is None else world.elastic.limits.member,
             load_weights=load_weights,
             on_stop=on_stop,
             on_finish=on_finish,
         )
+        elastic = world.elastic
+        if elastic is not None and self.admits_newcomers:
+            member, timeout_s = elastic.limits.member, world.transport.timeout
+            self.roll = WorkerRoll(self._channel, elastic.connector, member, elastic.launched, timeout_s)
+            self._channel.on_refresh = self._refresh_claims
 
     def control_channel(self) -> ControlChannel:
         return self._channel
@@ -64,7 +112,12 @@ class AsynchronousRun(StrategyRun):
         While a checkpoint is written these are the workers that write it. If one is lost then, all others raise a
         `PeerLostError` and begin again without it.
         """
-        if self.saving_team is None:
+        if self.joining:
+            return  # alone until the first loop over data
+        if self.roll is not None:
+            with self.idle():
+                self.roll.wait(what)
+        elif self.saving_team is None:
             self._barrier.wait(what)
         elif self.saving_team.size > 1:
             barrier(self.saving_team)
@@ -78,8 +131,12 @@ class AsynchronousRun(StrategyRun):
         self.wait_for_all("read the weights")
 
     def finish(self) -> None:
+        self._refresh_claims()
         self.control_channel().finish()
-        self._barrier.close()
+        if self.roll is None:
+            self._barrier.close()
+        else:
+            self.roll.close()
         self.read_final()
 
     def read_final(self) -> None:
@@ -116,3 +173,165 @@ class AsynchronousRun(StrategyRun):
         position: Mapping[str, Any] = shared if local is None else local.get("place", shared)
         self.loop_state = dict(position.get("kept", {}))
         return position
+
+    # Elastic jobs.
+
+    @property
+    def joining(self) -> bool:
+        """Whether this worker joins an elastic job, and has not entered it yet."""
+        return self.world.elastic is not None and self.world.elastic.joining
+
+    @property
+    def usual_workers(self) -> int:
+        """The number of workers; in an elastic job the number at its start, the same for newcomers."""
+        return self.world.size if self.world.elastic is None else self.world.elastic.launched
+
+    @property
+    def elastic_refusal(self) -> str:
+        return "" if self.admits_newcomers else super().elastic_refusal
+
+    @cached_property
+    def _claims(self) -> dict[str, Epochs]:
+        """By the name of a reader."""
+        return {}
+
+    def start_in_team(self) -> None:
+        elastic = self.world.elastic
+        if elastic is None or self.roll is None:
+            super().start_in_team()
+            return
+        self.readers.open_claims = self._open_claims
+        if elastic.joining:
+            self.readers.regroup(0, elastic.launched)
+            self.readers.enter_at = self._enter
+            self.readers.place_of_team = self._place_of_team
+
+    def _open_claims(self, name: str, reader: Sharded | MicroBatches) -> None:
+        elastic, roll = self.world.elastic, self.roll
+        assert elastic is not None
+        assert roll is not None
+        if not isinstance(reader, Sharded) or not reader.claimable:
+            if self.joining:
+                raise UnsupportedError(
+                    f"a worker cannot join {self.strategy!r} with this data: workers claim batches of a dataset with "
+                    "indices, by run.shard(DataLoader(…)); with other data leave --restart out"
+                )
+            return  # each worker reads its share, as in a job that is not elastic
+        self._claims[name] = reader.claims = Epochs(
+            self._channel,
+            self.world.runtime,
+            name,
+            elastic.limits.member,
+            roll.lost,
+            self.world.transport.timeout,
+            before_epoch=self._publish_schedule,
+            steps=lambda: self.stats.steps,
+            flush=self.flush_steps,
+            idle=self.idle,
+            barriers=lambda: roll.number,
+            stopped=self._channel.stop_requested,
+        )
+
+    def _refresh_claims(self) -> None:
+        for epochs in list(self._claims.values()):
+            epochs.refresh()
+
+    def note_trained(self) -> None:
+        for epochs in self._claims.values():
+            if epochs.current is not None:
+                epochs.current.trained(self.counted_steps)
+
+    def between_steps(self, missed: int = 0) -> bool:
+        if self.roll is None:
+            return super().between_steps(missed)
+        self.note_trained()
+        return False
+
+    def apply_change_of_data(self, change: TeamChange) -> None:
+        if self.roll is None:
+            super().apply_change_of_data(change)
+
+    def batch_read(self, reader: Sharded | MicroBatches) -> None:
+        super().batch_read(reader)
+        now = self.world.runtime.now()
+        if self.roll is not None and now - self._published >= PUBLISH_EVERY_S:
+            self._published = now
+            self._publish_schedule()
+
+    def _publish_schedule(self) -> None:
+        """Publish the optimizer's settings and the schedulers' state, for newcomers."""
+        settings = [
+            {key: value for key, value in group.items() if key not in NOT_PUBLISHED}
+            for group in self.optimizer.param_groups
+        ]
+        state = {"groups": settings, "schedulers": [each.state_dict() for each in self.uneven.schedulers.find()]}
+        try:
+            tree, tensors = encode(state, "schedule")
+        except IncompatibleError as error:
+            logger.debug("newcomers do not get the state of the schedulers: %s", error)
+            return
+        values = {name: [str(each.dtype).removeprefix("torch."), each.tolist()] for name, each in tensors.items()}
+        self._channel.set_value(SCHEDULE_KEY, json.dumps([tree, values]))
+
+    def _load_schedule(self) -> None:
+        """In a newcomer: continue with the optimizer's settings and the schedulers' state of another worker."""
+        text = self._channel.value(SCHEDULE_KEY)
+        if text is None:
+            return
+        tree, values = json.loads(text)
+        tensors = {name: torch.tensor(each, dtype=getattr(torch, kind)) for name, (kind, each) in values.items()}
+        state = decode(tree, tensors, "the schedule of the other workers")
+        schedulers = self.uneven.schedulers.find()
+        if len(schedulers) != len(state["schedulers"]) or len(self.optimizer.param_groups) != len(state["groups"]):
+            raise IncompatibleError(
+                f"this worker has {len(schedulers)} learning-rate schedulers and {len(self.optimizer.param_groups)} "
+                f"groups of parameters, and the others have {len(state['schedulers'])} and {len(state['groups'])}: a "
+                "worker joins with the same script"
+            )
+        for group, settings in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(settings)
+        for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+
+    # Newcomers.
+
+    def _place_of_team(self) -> DataPlace | None:
+        text = self._channel.value("data/place")
+        return None if text is None else DataPlace(*json.loads(text))
+
+    def raise_if_job_has_ended(self) -> None:
+        """In a newcomer: raise if all workers have closed their runs, or are lost."""
+        if self.joining and self.roll is not None:
+            self.roll.refresh()
+            if self.roll.ended or not self.roll.present():
+                raise WorldError("the job has ended: its workers have closed their runs, or are lost")
+
+    def _enter(self, place: DataPlace) -> bool:
+        """In a newcomer: take part from the epoch of the others on. Returns False if they have finished this epoch."""
+        roll, elastic = self.roll, self.world.elastic
+        assert roll is not None
+        assert elastic is not None
+        visit = next(reader.cursor.loads for reader in self.readers.all() if self.readers.place_of(reader) == place)
+        since, runtime, timeout_s = self.world.runtime.now(), self.world.runtime, self.world.transport.timeout
+        for _ in poll(runtime):
+            state = self._claims[place.reader].find(place.epoch, visit)
+            self.raise_if_job_has_ended()
+            if state is not None and (state.complete or not roll.join(state.barriers)):
+                return False
+            if state is not None:
+                break
+            team = self._place_of_team()
+            if team is not None and (team.reader != place.reader or team.epoch > place.epoch):
+                return False
+            if runtime.now() - since > timeout_s:
+                raise PeerLostError(
+                    f"worker {roll.member} has waited {timeout_s:g} s for workers {roll.present()} to begin epoch "
+                    f"{place.epoch} of {place.reader!r}",
+                    pending=f"epoch {place.epoch}",
+                    seconds=timeout_s,
+                )
+        self._load_schedule()
+        self.enter_training()
+        elastic.enter_alone(roll.present())
+        logger.warning("worker %d joins at epoch %d, with workers %s", roll.member, place.epoch, roll.present())
+        return True

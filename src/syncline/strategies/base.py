@@ -472,7 +472,7 @@ class StrategyRun(Run):
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
-        if self.world.elastic is not None:
+        if self.world.elastic is not None and not self.asynchronous:
             barrier(self.communicator.group)  # no worker leaves while another may need the result of its last step
         self.release()
         self.communicator.close()
@@ -523,6 +523,9 @@ class StrategyRun(Run):
         trained = self.counted_steps != self._counted_at_batch
         self._counted_at_batch = self.counted_steps
         self._untrained_batches = 1 if trained else self._untrained_batches + 1
+
+    def note_trained(self) -> None:
+        """A loop over data continues with its next batch, or ends. For runs whose workers claim their batches."""
 
     def apply_change_of_data(self, change: TeamChange) -> None:
         """Read the data with the new number of workers from the next batch on.

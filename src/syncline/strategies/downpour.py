@@ -144,6 +144,7 @@ class DownpourRun(ReplicaRun):
         self._sum, self._spare = self._spare.zero_(), self._sum
         absent, self._absent_in_all, self._unsent = sorted(self._absent_in_all or ()), None, 0
         with self.explain_errors():
+            self.steps_pushed = self.stats.steps
             self.pushed = self.pusher.push(self._spare, self.rates(), scale=self.scale(), absent=absent)
         self.count_bytes()
 

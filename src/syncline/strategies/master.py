@@ -94,6 +94,11 @@ class MasterRun(ParameterServerRun):
     """One worker's part."""
 
     strategy: Master
+
+    @property
+    def has_tree(self) -> bool:  # type: ignore[override]
+        return self.strategy.masters > 1
+
     late_steps = 0
     """Steps of this worker that were late and dropped."""
 
@@ -109,7 +114,7 @@ class MasterRun(ParameterServerRun):
         if not self.strategy.correct_momentum:
             return rules
         # In a tree the clients of the root are the sub-masters.
-        peers = self.world.size if self.strategy.masters == 1 else self.strategy.masters
+        peers = self.usual_workers if self.strategy.masters == 1 else self.strategy.masters
         return [_lower_momentum(rule, peers) for rule in rules]
 
     def scale(self) -> float:

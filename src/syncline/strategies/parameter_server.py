@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Chooser, Codec
 from syncline.control import ControlChannel, poll
+from syncline.data import MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.server import Client, Future, ServerNetwork, open_space, server_network, watch_space
 from syncline.server.filters import Cache, build_filter
@@ -142,27 +143,53 @@ class ParameterServerRun(AsynchronousRun):
         self._now = self.world.runtime.now
         self.pushed: list[Future] = []
         """Pushes that this worker has not waited for."""
-        self.client = self.open_client()
+        if self.joining:  # its control channel says whether the job has ended
+            self._open_server_channel()
+        self.client = self._open_client_of_job()
         self.encoded = communicator.codec is not None
         """Whether replies with weights are encoded."""
         self.pusher = GradientPusher(self.client, self.keys, model, self._filters, options.factors)
         self.pulls_with_push = self.pusher.plain and _fits_in_flight(self.client, self.keys)
         """Whether a step's pushes and pulls share their messages."""
-        # The store of the servers' network: evaluators are members of it, and not of the world.
-        self.open_channel(
-            self._load_weights, server_network(self.world).transport, self.client.stop, self._finish_training
-        )
-        if communicator.rank == 0:  # for observers, which have the model and no optimizer
+        if not self.joining:
+            self._open_server_channel()
+        if communicator.rank == 0 and not self.joining:  # for observers, which have the model and no optimizer
             self._channel.set_value(ORDER_KEY, json.dumps(self.keys.order))
         self._optimizer_loaded = False
         """Whether a state was loaded into the optimizer since the latest step."""
+        self._weights_are_old = False
+        """Whether this worker has waited for others since it read the weights."""
         self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_load_state_dict_post_hook(self._note_load),
         ]
 
+    def _open_server_channel(self) -> None:
+        """Open the control channel in the store of the servers' network.
+
+        Evaluators are members of that network, and not of the world.
+        """
+        self.open_channel(
+            self._load_weights,
+            server_network(self.world).transport,
+            lambda: self.client.stop(),
+            self._finish_training,
+        )
+
+    def _open_client_of_job(self) -> Client:
+        """Open the space. A newcomer whose job has ended says so, because no server knows the space any more."""
+        self.raise_if_job_has_ended()
+        try:
+            return self.open_client()
+        except PeerLostError:
+            self.raise_if_job_has_ended()
+            raise
+
     # What strategies override.
+
+    has_tree = False
+    """Whether other servers are between a worker and its weights."""
 
     def open_client(self) -> Client:
         """Open the space, together with the other workers."""
@@ -441,9 +468,51 @@ class ParameterServerRun(AsynchronousRun):
         self._optimizer_loaded = False
 
     def _is_first_live(self) -> bool:
+        if self.joining:
+            return False
+        if self.roll is not None:
+            return self.roll.present()[:1] == [self.roll.member]
         network = self.client.network
         lost = network.transport.lost()
         return network.me == next(each for each in network.workers if network.transport.members[each] not in lost)
+
+    # Elastic jobs.
+
+    @property
+    def admits_newcomers(self) -> bool:  # type: ignore[override]
+        """Newcomers are new clients of servers that outlive the workers."""
+        return server_network(self.world).dedicated and not self.has_tree
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        with self.explain_errors():
+            self.finish_requests()
+            self.client.pause()
+        yield
+        with self.explain_errors():
+            self.client.join()
+        self._weights_are_old = True
+
+    def enter_training(self) -> None:
+        with self.explain_errors():
+            self.client.join()
+        self.stats.steps = self.client.clock * self.options.stride
+        self._load_weights(self.model)
+        self._optimizer_settings = _settings_of(self.optimizer)
+        self._optimizer_loaded = False
+
+    def batch_read(self, reader: Sharded | MicroBatches) -> None:
+        super().batch_read(reader)
+        if self._weights_are_old and not self.inside_agreed:
+            self._weights_are_old = False
+            self.read_weights_again()
+
+    def read_weights_again(self) -> None:
+        """The other workers have continued while this one waited: read weights that are as new as its clock demands."""
+        with self.timed_wait("the weights"):
+            min_clock = max(0, self.min_clock(self.client.clock))
+            self.client.pull((0, self.keys.trained), self.weights, min_clock=min_clock, encoded=self.encoded).wait()
+        self.install_weights()
 
     # The run.
 
@@ -502,9 +571,11 @@ class ParameterServerRun(AsynchronousRun):
 
     def restart(self) -> None:
         """Send the model's weights and the optimizer's state to the servers."""
+        if self.joining:
+            return  # a newcomer takes the weights of the others
         self.finish_requests()
         self.wait_for_all("start from the loaded weights")
-        if self.communicator.rank == 0:
+        if self._writes_for_all():
             self.client.put(None, self.keys.read(self.model))
             self._write_server_state(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
         for row in (self.pusher.held_back, self.client.residual):
@@ -515,8 +586,17 @@ class ParameterServerRun(AsynchronousRun):
     def resume_steps(self) -> None:
         self.set_clocks([self.stats.steps // self.options.stride] * self.communicator.size)
 
+    def _writes_for_all(self) -> bool:
+        """Whether this worker writes to the servers what all workers have loaded."""
+        return self.communicator.rank == 0 if self.roll is None else self._is_first_live()
+
     def set_clocks(self, clocks: list[int]) -> None:
         """Set every worker's clock. Every worker calls it, without pending requests."""
+        if self.joining:
+            return
+        if self.roll is not None:
+            self._set_clocks_to(max(clocks))
+            return
         rank = self.communicator.rank
         self.wait_for_all("set the clocks")
         if rank == 0:
@@ -524,6 +604,15 @@ class ParameterServerRun(AsynchronousRun):
         self.client.clock = clocks[rank]
         self._channel.report_steps(clocks[rank] * self.options.stride)
         self.wait_for_all("go on from these clocks")
+
+    def _set_clocks_to(self, clock: int) -> None:
+        """In an elastic job: set the clocks of all workers, also of those that have joined, to the same value."""
+        self.wait_for_all("set the clocks")
+        if self._is_first_live():
+            workers = len(self.client.control({"do": "steps"})["steps"])
+            self.client.control({"do": "clocks", "clocks": [clock] * workers}, everywhere=True)
+        self.wait_for_all("go on from these clocks")
+        self._channel.report_steps(self.client.clock * self.options.stride)
 
     def _read_server_state(self) -> dict[str, Tensor]:
         """The rules' state by name. It is also written into the optimizer."""
@@ -547,8 +636,10 @@ class ParameterServerRun(AsynchronousRun):
         }
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        if self.joining:
+            return
         self.wait_for_all("load a checkpoint")  # no worker reads from the servers from now on
-        if self.communicator.rank == 0:
+        if self._writes_for_all():
             keys = self.keys
             self.client.put(None, keys.joined(dict(state["weights"]), keys.read(self.model)))
             rows = {name: keys.joined(dict(row), torch.zeros(keys.numel)) for name, row in state["planes"].items()}
@@ -587,6 +678,29 @@ class ReplicaRun(ParameterServerRun):
     @property
     def first_exchange(self) -> int | None:
         return self.options.stride
+
+    steps_pushed = 0
+    """The steps of this worker that are in its pushes so far."""
+    _steps_acked = 0
+
+    @property
+    def counted_steps(self) -> int:
+        return self._steps_acked
+
+    def finish_pushes(self) -> None:
+        super().finish_pushes()
+        self._steps_acked = self.steps_pushed
+
+    def flush_steps(self) -> None:
+        self.push_remaining()
+        self.finish_requests()
+
+    def read_weights_again(self) -> None:
+        """This worker has its own weights, and reads those of the servers at its usual steps."""
+
+    def enter_training(self) -> None:
+        super().enter_training()
+        self.steps_pushed = self._steps_acked = self.stats.steps
 
     def finish_pushing(self) -> None:
         self.push_remaining()

@@ -152,6 +152,8 @@ class Readers:
         self.enter_at: Callable[[DataPlace], bool] | None = None
         """In a worker that joins: called before each loop that trains, until it returns True. It then has loaded the
         positions of the others, and regrouped. False: they have finished that loop, and it reads nothing here."""
+        self.open_claims: Callable[[str, Sharded | MicroBatches], None] | None = None
+        """Called with the name of a new reader whose batches the workers of an elastic job claim."""
         self.place_of_team: Callable[[], DataPlace | None] = lambda: None
         """In a worker that joins: where the others read."""
 
@@ -173,6 +175,8 @@ class Readers:
                 cursor.load_state_dict(self._positions[key])
             self._warn_of_second_loader(data)
         self._readers[key] = (data, reader)
+        if self.open_claims is not None and options.get("pad", True):
+            self.open_claims(key, reader)
         return reader
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,6 +213,10 @@ class Readers:
         self.changes += 1
         continues = [reader.regroup(rank, size, lost, steps) for _, reader in self._readers.values()]
         return any(continues)
+
+    def all(self) -> list[Sharded | MicroBatches]:
+        """The readers."""
+        return [reader for _, reader in self._readers.values()]
 
     def place_of(self, reader: Sharded | MicroBatches) -> DataPlace:
         """The name of a reader, and the epoch that it reads."""
@@ -326,6 +334,7 @@ class _Epochs(Generic[R]):
                     ended = True
                 finally:  # no communication here: an error may have ended the loop
                     trained = run.progress != before
+                    run.note_trained()
                     self._set_weight(*((1.0, False) if ended or trained else weight_before))
                     if pace.uneven and trained and not ended:
                         run.uneven.leave(pace.counts is None or pace.pieces > pace.counts.fewest)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -402,6 +402,14 @@ class TeamConnector(Protocol):
         Raises a `PeerLostError` if a member is lost meanwhile. Several channels may be connected at the same time.
         `abort` of a team's channel, or of a split of it, ends the waits of all members on it.
         """
+        ...
+
+    def follow(self, members: Iterable[int]) -> None:
+        """Report the losses of these members from now on, also if they are in no team."""
+        ...
+
+    def add_roles(self, transport: Transport) -> Transport:
+        """The same channel. On the simulator it then knows the processes that are not workers, such as servers."""
         ...
 
     def close(self) -> None:

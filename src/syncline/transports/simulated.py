@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -533,8 +533,15 @@ class SimulatedTransport(Transport):
 class SimulatedConnector:
     """Makes the channels of the teams of a simulated elastic job."""
 
-    def __init__(self, network: SimulatedNetwork, member: int, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-        self.network, self.member, self.timeout = network, member, timeout
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        member: int,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        roles: tuple[str, ...] = (),
+    ) -> None:
+        """`roles` are those of the processes that are not workers."""
+        self.network, self.member, self.timeout, self.roles = network, member, timeout, roles
         self.runtime: Runtime = network.runtimes[member]
         self.store: KeyValueStore = MemoryStore(network.control_values, lambda: network.call_store(member))
 
@@ -553,7 +560,17 @@ class SimulatedConnector:
 
     def connect(self, members: tuple[int, ...], number: int) -> Transport:
         channel = self.network.channel(("team", number, members))
-        return SimulatedTransport(self.network, members, self.member, channel, self.timeout, team=True)
+        transport = SimulatedTransport(self.network, members, self.member, channel, self.timeout, team=True)
+        return self.add_roles(transport)
+
+    def follow(self, members: Iterable[int]) -> None:
+        """Does nothing: all losses are known."""
+
+    def add_roles(self, transport: Transport) -> Transport:
+        """Make the processes that are not workers known on a channel."""
+        if self.roles:
+            transport.add_roles(job_channel(self.network, self.member, self.timeout), self.roles)
+        return transport
 
     def close(self) -> None:
         """Does nothing: the network ends with the simulation."""

@@ -208,6 +208,8 @@ class Elastic:
         self.connector = connector
         self.limits = limits
         self._timeout_s = timeout_s
+        self.launched = first
+        """The number of workers that the launcher has started."""
         self.formation = TeamFormation(
             connector.store,
             limits.member,
@@ -570,6 +572,11 @@ class Elastic:
                 self._preparation = candidate
                 candidate.start(0, len(self.communicators), self.introduce)
         return self._preparation is not None and self._preparation.ready
+
+    def enter_alone(self, workers: list[int]) -> None:
+        """In a newcomer to an asynchronous run: take part in training, but in no team. `workers` are those present."""
+        self.joining = False
+        self.formation.announce(workers)
 
     def _be_alone(self, world: World) -> None:
         """In a newcomer whose team could not be connected: its collectives are its own again until it enters."""

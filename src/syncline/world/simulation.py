@@ -85,7 +85,8 @@ def simulate(
     simulation. By default a line is printed every ten seconds if standard error is a terminal.
 
     `elastic` gives the least and the most workers of an elastic job: it continues when ranks are killed, and a fault
-    `Join` starts one more. The results of workers that join follow those of the ranks.
+    `Join` starts one more. The results of workers that join follow those of the ranks. They are numbered after the
+    processes of `extra`.
 
     Tasks are greenlets of one thread. With `threads` each is a thread: slower, the same run bit for bit.
     It is for code that waits for other ranks where the simulator cannot switch to another task, such as in a thread
@@ -113,7 +114,7 @@ def simulate(
         warn_deprecated("simulate(aside=…)", "simulate(extra=…)")
     processes = [each if isinstance(each, ExtraProcess) else ExtraProcess(each) for each in (*extra, *aside)]
     joins = [fault for fault in faults if isinstance(fault, Join)]
-    _check_elastic(elastic, ranks, processes, joins)
+    _check_elastic(elastic, ranks, joins)
     count = ranks + len(processes) + len(joins)
     simulated = SimulatedNetwork(simulator, count, network or Network(), faults, elastic is not None)
     roles = tuple(each.role for each in processes)
@@ -124,12 +125,25 @@ def simulate(
             for rank in range(ranks)
         ]
     else:
-        starts = [None] * ranks + [fault.at for fault in joins]
+        first = ranks + len(processes)
+        starts = [*((rank, None) for rank in range(ranks)), *((first + n, join.at) for n, join in enumerate(joins))]
         mains = [
             simulator.spawn(
-                member, "main", _start_member, fn, member, simulated, ranks, elastic, start, timeout, check, main=True
+                member,
+                "main",
+                _start_member,
+                fn,
+                member,
+                simulated,
+                ranks,
+                elastic,
+                roles,
+                start,
+                timeout,
+                check,
+                main=True,
             )
-            for member, start in enumerate(starts)
+            for member, start in starts
         ]
     others = [
         simulator.spawn(member, "extra", _start_extra, each, member, simulated, timeout)
@@ -205,15 +219,11 @@ def _start(
     return fn(world)
 
 
-def _check_elastic(
-    elastic: tuple[int, int] | None, ranks: int, processes: Sequence[ExtraProcess], joins: Sequence[Join]
-) -> None:
+def _check_elastic(elastic: tuple[int, int] | None, ranks: int, joins: Sequence[Join]) -> None:
     if elastic is None:
         if joins:
             raise WorldError(f"{joins[0]!r}: workers join an elastic job only; give elastic=(least, most)")
         return
-    if processes:
-        raise WorldError(f"elastic={elastic} with {len(processes)} extra processes: an elastic job has workers only")
     least, most = elastic
     if not 1 <= least <= ranks <= most:
         raise WorldError(f"elastic={elastic} with {ranks} ranks: the least, then the most workers, and ranks between")
@@ -225,6 +235,7 @@ def _start_member(
     simulated: SimulatedNetwork,
     ranks: int,
     limits: tuple[int, int],
+    roles: tuple[str, ...],
     start: float | None,
     timeout: float,
     check: bool,
@@ -235,7 +246,7 @@ def _start_member(
     host = f"host{simulated.model.host(member)}"
     environment = Environment(source="sl.simulate", rank=0, size=1, host=host)
     found = ElasticLimits(minimum=limits[0], maximum=limits[1], member=member, joins=start is not None)
-    connector = SimulatedConnector(simulated, member, timeout)
+    connector = SimulatedConnector(simulated, member, timeout, roles)
     world = elastic_world(Elastic(connector, found, ranks, timeout), environment, check, timeout)
     make_current(world)
     result = None

@@ -50,6 +50,8 @@ LEAVE_TIMEOUT_S = 5.0
 ENGINES = ("torch_dist", "mpi", "zeromq")
 TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
 """Names the transport if the script does not."""
+WORKERS_VARIABLE = "SYNCLINE_WORKERS"
+"""The number of workers at the start of a job with servers. Set by the launcher."""
 OTHER_NAMES = {
     **dict.fromkeys(("gloo", "nccl", "torch", "torchdistributed", "distributed", "ddp"), "torch_dist"),
     **dict.fromkeys(("mpi4py", "openmpi", "mpich"), "mpi"),
@@ -508,8 +510,9 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
     check_elastic_engine(name)
     engine = importlib.import_module(f"syncline.transports.{name}")
     connector = getattr(engine, ELASTIC_ENGINES[name])(environment, options.timeout, limits.member)
+    launched = int(os.environ.get(WORKERS_VARIABLE) or environment.size)  # a newcomer is launched alone
     world = elastic_world(
-        Elastic(connector, limits, environment.size, options.timeout), environment, options.check, options.timeout
+        Elastic(connector, limits, launched, options.timeout), environment, options.check, options.timeout
     )
     world.engine = name
     return world
@@ -539,7 +542,8 @@ def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeo
         elastic.formation.refuse_second_world()
         if elastic.joining:
             alone = replace(environment, rank=0, size=1, local_rank=0, local_size=1)
-            world = World(alone, SingleTransport(connector.runtime, timeout), [environment.host], check)
+            transport = connector.add_roles(SingleTransport(connector.runtime, timeout))
+            world = World(alone, transport, [environment.host], check)
             team = elastic.formation.latest()
             world.rank, world.size = (1, 2) if team is None else (len(team.members), len(team.members) + 1)
         else:

@@ -45,12 +45,18 @@ class ServerElasticRun(ReplicaRun):
 
     def setup(self) -> None:
         super().setup()
-        self.groups = groups_of(self.world, self.strategy.centres)
-        self.alpha = self.strategy.alpha_in(self.groups, self.communicator.rank)
+        elastic = self.world.elastic
+        self.several_workers = self.communicator.size > 1 or elastic is not None
+        if elastic is None or self.roll is None:
+            self.groups = groups_of(self.world, self.strategy.centres)
+            self.alpha = self.strategy.alpha_in(self.groups, self.communicator.rank)
+        else:  # the centre must not jump beyond the workers when all that may join are there
+            self.groups = [list(range(elastic.limits.maximum))]
+            self.alpha = self.strategy.alpha_in(self.groups, 0)
         self.steps_since_average = 0
         """Steps since the last exchange."""
         self._named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
-        momentum = self.strategy.momentum if self.communicator.size > 1 else 0.0
+        momentum = self.strategy.momentum if self.several_workers else 0.0
         self.lookahead = NesterovLookahead(self._named, momentum)
         self.difference = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The values of the latest push. They must not change until it has arrived."""
@@ -73,7 +79,7 @@ class ServerElasticRun(ReplicaRun):
         return self.lookahead.own
 
     def before_step(self) -> None:
-        if self.steps_since_average + 1 >= self.strategy.period and self.communicator.size > 1:
+        if self.steps_since_average + 1 >= self.strategy.period and self.several_workers:
             self._back = self.average_with_centre()
 
     def after_step(self) -> None:
@@ -83,14 +89,19 @@ class ServerElasticRun(ReplicaRun):
             self.lookahead.after_step(back)
         if self.steps_since_average >= self.strategy.period:
             self.steps_since_average = 0
-            if self.communicator.size == 1:
+            if not self.several_workers:
                 self._publish()
 
     def push_remaining(self) -> None:
-        if self.communicator.size == 1:
+        if not self.several_workers:
             self._publish(tick=False)
         elif self.steps_since_average and self.client.clock == 0:
             self.average_with_centre()  # else none of this worker's steps would be in the centre
+
+    def enter_training(self) -> None:
+        """A newcomer begins at the centre."""
+        super().enter_training()
+        self.lookahead.reset()
 
     # State.
 
@@ -132,6 +143,7 @@ class ServerElasticRun(ReplicaRun):
         self.stats.consensus = float(self.difference.norm())
         self.difference.mul_(self.alpha)
         with self.explain_errors():
+            self.steps_pushed = self.stats.steps
             self.pushed = self.push_difference()
         self.count_bytes()
         return self._difference_views
@@ -147,6 +159,8 @@ class ServerElasticRun(ReplicaRun):
 
 class ServerElasticTreeRun(ServerElasticRun):
     """Averages with the centre of its group, and in turn averages that centre with the root."""
+
+    has_tree = True
 
     def setup(self) -> None:
         super().setup()

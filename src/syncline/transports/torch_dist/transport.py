@@ -21,7 +21,7 @@ import logging
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -565,6 +565,12 @@ class TorchConnector:
         if len(members) == 1:
             return SingleTransport(self.runtime, self.timeout)
         return TorchTransport(self.factory, members, self.member, f"team{number}")
+
+    def follow(self, members: Iterable[int]) -> None:
+        self.factory.liveness.follow(members)
+
+    def add_roles(self, transport: Transport) -> Transport:
+        return transport
 
     def close(self) -> None:
         self.factory.close()

@@ -1,0 +1,304 @@
+"""Which worker reads which batch of an epoch, where each worker has its own pace and workers come and go.
+
+A worker claims the next batches of the epoch's order, and reports those that it has trained. A batch of a lost worker
+that was not reported is claimed by another one. The state of an epoch is one text in the job's store, which changes by
+compare-and-set::
+
+    {"next": 7, "held": {"0": [4], "2": [5, 6]}, "again": [3]}        3 was dealt to worker 1, which is lost
+     └ never claimed from here on   └ claimed, not reported            └ claimed next
+
+So each batch is trained at least once, and once more for each loss of a worker that had claimed it. An epoch ends for
+all workers when all its batches are reported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from syncline.errors import IncompatibleError, PeerLostError
+from syncline.runtime import Runtime
+
+__all__ = ["ClaimStore", "EpochClaims", "EpochState", "Epochs"]
+
+MAX_AHEAD = 64
+"""The most batches that a worker claims ahead."""
+POLL_S = (1e-3, 0.05)
+"""Seconds between two reads of the store while a worker waits for the others: at first, and at most."""
+
+
+class ClaimStore(Protocol):
+    """A part of the job's store, such as a control channel."""
+
+    def value(self, key: str) -> str | None: ...
+
+    def set_value(self, key: str, value: str) -> None: ...
+
+    def compare_value(self, key: str, expected: str, desired: str) -> str: ...
+
+
+@dataclass
+class EpochState:
+    """The claims of an epoch.
+
+    >>> state = EpochState(batches=4)
+    >>> state.claim(0, 2), state.claim(1, 1)
+    ([0, 1], [2])
+    >>> state.finish(1, [2])
+    >>> state.take_over({0: "killed"})
+    >>> state.claim(1, 4), state.complete
+    ([0, 1, 3], False)
+    """
+
+    batches: int
+    next: int = 0
+    """No batch from here on was claimed."""
+    held: dict[int, list[int]] = field(default_factory=dict)
+    """By worker: the batches that it has claimed and not reported."""
+    again: list[int] = field(default_factory=list)
+    """Batches of workers that are lost or have left the epoch."""
+    barriers: int = 0
+    """How often the worker that began the epoch had waited for all others before."""
+
+    def claim(self, member: int, count: int) -> list[int]:
+        """Claim up to `count` batches."""
+        claimed, self.again = self.again[:count], self.again[count:]
+        end = min(self.batches, self.next + count - len(claimed))
+        claimed += range(self.next, end)
+        self.next = end
+        if claimed:
+            self.held[member] = self.held.get(member, []) + claimed
+        return claimed
+
+    def finish(self, member: int, batches: list[int]) -> None:
+        """Report trained batches. Those that others have taken over meanwhile are theirs."""
+        left = [batch for batch in self.held.pop(member, []) if batch not in batches]
+        if left:
+            self.held[member] = left
+
+    def take_over(self, lost: Mapping[int, str]) -> None:
+        """Free the batches of lost workers."""
+        for member in [each for each in self.held if each in lost]:
+            self.again = sorted({*self.again, *self.held.pop(member)})
+
+    @property
+    def complete(self) -> bool:
+        """Whether all batches were reported."""
+        return self.next >= self.batches and not self.held and not self.again
+
+    @property
+    def first_open(self) -> int:
+        """The first batch that was not reported."""
+        return min([self.next, *self.again, *(batch for held in self.held.values() for batch in held)])
+
+    def to_json(self) -> str:
+        return json.dumps([self.batches, self.next, self.held, self.again, self.barriers])
+
+    @staticmethod
+    def from_json(text: str) -> EpochState:
+        batches, following, held, again, barriers = json.loads(text)
+        return EpochState(batches, following, {int(member): each for member, each in held.items()}, again, barriers)
+
+
+class Epochs:
+    """The claims of one worker in the epochs of one reader. `name` is the reader's."""
+
+    def __init__(
+        self,
+        store: ClaimStore,
+        runtime: Runtime,
+        name: str,
+        member: int,
+        lost: Callable[[], Mapping[int, str]],
+        timeout_s: float,
+        *,
+        before_epoch: Callable[[], None] = lambda: None,
+        steps: Callable[[], int] = lambda: 0,
+        flush: Callable[[], None] = lambda: None,
+        idle: Callable[[], AbstractContextManager[None]] = nullcontext,
+        barriers: Callable[[], int] = lambda: 0,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`steps` counts this worker's steps, and `barriers` how often it has waited for all others.
+
+        `before_epoch` publishes what newcomers need. At the end of an epoch `flush` makes all steps part of what
+        survives the loss of this worker, and `idle` is entered while it waits for others. `stopped`: whether it shall
+        wait no longer.
+        """
+        self.before_epoch, self.steps, self.flush = before_epoch, steps, flush
+        self.store, self.runtime, self.name, self.member = store, runtime, name, member
+        self.lost, self.timeout_s = lost, timeout_s
+        self.idle, self.barriers, self.stopped = idle, barriers, stopped
+        self.current: EpochClaims | None = None
+
+    def key(self, epoch: int, visit: int) -> str:
+        return f"data/{self.name}/{visit}/{epoch}"
+
+    def find(self, epoch: int, visit: int) -> EpochState | None:
+        """The state of an epoch; None if nobody has begun it."""
+        text = self.store.value(self.key(epoch, visit))
+        return None if text is None else EpochState.from_json(text)
+
+    def begin(self, epoch: int, visit: int, batches: int, first: int) -> EpochClaims:
+        """Begin an epoch, or join those who have. It starts at batch `first`."""
+        self.refresh()  # an epoch that was left early
+        self.before_epoch()
+        key = self.key(epoch, visit)
+        own = EpochState(batches, min(first, batches), barriers=self.barriers()).to_json()
+        text = self.store.compare_value(key, "", own)
+        found = EpochState.from_json(text)
+        if found.batches != batches:
+            raise IncompatibleError(
+                f"epoch {epoch} of {self.name!r} has {batches} batches here, and {found.batches} at the other workers: "
+                "all workers read the same data with the same batch size"
+            )
+        if text == own:
+            self.store.set_value("data/place", json.dumps([self.name, epoch]))
+        self.current = EpochClaims(self, key, text)
+        return self.current
+
+    def refresh(self) -> None:
+        """Report and claim in the background."""
+        if self.current is not None:
+            self.current.refresh()
+
+
+class EpochClaims:
+    """One worker's claims in one epoch. Several tasks may use it."""
+
+    def __init__(self, epochs: Epochs, key: str, text: str) -> None:
+        self._epochs = epochs
+        self._key = key
+        self._text = text
+        self._lock = epochs.runtime.lock()
+        self._ready: deque[int] = deque()
+        """Claimed, and not read."""
+        self._trained: list[int] = []
+        """Trained, and not reported."""
+        self._taken: list[int] = []
+        """Requested from the data, and not returned to the caller."""
+        self._read: list[tuple[int, int]] = []
+        """Returned to the caller and not trained: the batch, and the step that trains it."""
+        self._ahead = 1
+        """The number of batches to claim at once. It grows while this worker has to wait for the store."""
+        self._ran_out = self._left = self._closed = False
+
+    @property
+    def first_open(self) -> int:
+        """The first batch of the epoch that was not reported, as far as this worker knows."""
+        return EpochState.from_json(self._text).first_open
+
+    def take(self) -> Iterator[int]:
+        """The batches that this worker reads, until there is none to claim at the moment."""
+        while True:
+            with self._lock:
+                if not self._ready:
+                    self._ahead = min(2 * self._ahead, MAX_AHEAD) if self._ran_out else self._ahead
+                    self._ran_out = True
+                    self._update(self._ahead)
+                if not self._ready:
+                    return
+                batch = self._ready.popleft()
+                self._taken.append(batch)
+            yield batch
+
+    def returned(self, batch: int) -> None:
+        """A batch is about to be trained in the next step."""
+        with self._lock:
+            self._taken.remove(batch)
+            self._read.append((batch, self._epochs.steps() + 1))
+
+    def trained(self, steps: float) -> None:
+        """The first `steps` steps of this worker have become part of what survives its loss."""
+        with self._lock:
+            self._trained += [batch for batch, step in self._read if step <= steps]
+            self._read = [(batch, step) for batch, step in self._read if step > steps]
+
+    def refresh(self) -> None:
+        """In a background task: report what was trained, and claim before this worker runs out."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._left:
+                self._closed = True
+                self._update(0, [*self._ready, *self._taken, *(batch for batch, _ in self._read)])
+                self._ready.clear()
+            elif self._trained or 2 * len(self._ready) <= self._ahead:
+                self._update(self._ahead - len(self._ready))
+
+    def more(self) -> bool:
+        """This worker has trained all that it could claim. Waits until others are done, or lost.
+
+        Returns True if there are batches to claim now, and False if the epoch has ended.
+        """
+        epochs = self._epochs
+        epochs.flush()
+        self.trained(math.inf)
+        if (found := self._try()) is not None:
+            return found
+        with epochs.idle():
+            since, before, (pause, longest) = epochs.runtime.now(), self._text, POLL_S
+            while (found := self._try()) is None:
+                epochs.runtime.sleep(pause)
+                pause = min(2 * pause, longest)
+                if self._text != before:
+                    since, before = epochs.runtime.now(), self._text
+                waited = epochs.runtime.now() - since
+                if waited > epochs.timeout_s:
+                    held = EpochState.from_json(self._text).held
+                    raise PeerLostError(
+                        f"worker {epochs.member} has waited {waited:.0f} s for the batches of workers {sorted(held)} "
+                        f"at the end of an epoch ({epochs.name}): are they still running?",
+                        peer=min(held, default=None),
+                        pending="the end of the epoch",
+                        seconds=waited,
+                    )
+        return found
+
+    def _try(self) -> bool | None:
+        """True if this worker has claimed a batch, False if the epoch has ended, None if it has to wait."""
+        with self._lock:
+            self._update(1)
+            if self._ready:
+                return True
+            if EpochState.from_json(self._text).complete or self._epochs.stopped():
+                self._closed = True
+                return False
+        return None
+
+    def leave(self) -> None:
+        """The loop was left: what this worker has not trained is free for others, soon. It sends nothing."""
+        self._left = True
+
+    def _update(self, count: int, unread: list[int] | None = None) -> None:
+        """Report trained batches, take over those of lost workers, and claim up to `count`."""
+        epochs, lost = self._epochs, self._epochs.lost()
+        if epochs.member in lost:
+            raise PeerLostError(
+                f"worker {epochs.member} was declared lost ({lost[epochs.member]}): the others train its batches",
+                peer=epochs.member,
+                pending="the next batches",
+            )
+        while True:
+            state = EpochState.from_json(self._text)
+            state.take_over(lost)
+            state.finish(epochs.member, [*self._trained, *(unread or ())])
+            state.again = sorted({*state.again, *(unread or ())})
+            left = state.batches - state.next + len(state.again)
+            # Less at the end, so that the workers end at the same time.
+            fair = max(1, left // (2 * max(1, len({*state.held, epochs.member}))))
+            claimed = state.claim(epochs.member, min(count, fair)) if count > 0 else []
+            text = state.to_json()
+            found = text if text == self._text else epochs.store.compare_value(self._key, self._text, text)
+            if text == self._text:  # nothing to change: read what others have changed
+                found = epochs.store.value(self._key) or text
+            self._text = found
+            if found == text:
+                self._trained = []
+                self._ready.extend(claimed)
+                return

@@ -225,3 +225,15 @@ def test_no_step_waits_for_a_worker_that_joins_later() -> None:
     assert space.open_step == 2
     with pytest.raises(ProtocolError, match="joins at clock"):
         space.join(6, 3 + MAX_STEPS_AHEAD)
+
+
+def test_a_snapshot_has_workers_that_joined_and_that_pause() -> None:
+    space, copy = (ParameterShard(describe(workers=(0, 1)), 0) for _ in range(2))
+    for worker in (0, 1):
+        space.tick(worker, 0)
+    space.join(5, 0)
+    space.pause(1)
+    copy.load_snapshot(space.snapshot())
+    for clocks in (space.clocks, copy.clocks):
+        clocks.tick(5, 1)
+        assert (clocks.slowest, clocks.total_steps, clocks.live, clocks.present) == (1, 3, 2, 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from syncline.server import network_of, serve
+from syncline.server import network_of, serve, server_network
 from syncline.strategies.base import strategy_run
 from syncline.strategies.parameter_server import ParameterServerRun
 from syncline.testing import hunt_cases
@@ -91,12 +91,19 @@ def train(world: World, strategy: str, samples: int, victims: Mapping[int, int],
 def simulated(
     strategy: str, samples: int, victims: Mapping[int, int], joins: Sequence[Fault], seed: int
 ) -> tuple[Simulation, Journal]:
-    journal = Journal()
+    """With half of the seeds, each shard lives on both servers."""
+    journal, replicas = Journal(), 1 + seed // 2 % 2
+
+    def train_with_replicas(world: World) -> Result:
+        server_network(world, replicas)
+        return train(world, strategy, samples, victims, journal)
+
     found = sl.simulate(
-        lambda world: train(world, strategy, samples, victims, journal),
+        train_with_replicas,
         WORKERS,
         elastic=(1, WORKERS + 2),
-        extra=[lambda transport: serve(network_of(transport, WORKERS, SERVERS, elastic=True))] * SERVERS,
+        extra=[lambda transport: serve(network_of(transport, WORKERS, SERVERS, replicas=replicas, elastic=True))]
+        * SERVERS,
         faults=joins,
         seed=seed,
         chaos=seed % 2 == 1,

@@ -41,6 +41,7 @@ def main() -> int:
             server.serve(network)
         finally:
             network.close()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself: the launcher may send a signal meanwhile
     except _TerminatedError:
         end_by(signal.SIGTERM)
     except KeyboardInterrupt:

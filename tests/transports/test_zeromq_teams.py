@@ -126,10 +126,10 @@ def test_the_next_team_uses_the_same_connections(job: Job) -> None:
     first, second, third = job.connect(1, 0, 1, 2)
     talk(first, second)
     talk(first, third)
-    before = {member: job.members[0]._node.connection(member) for member in (1, 2)}
+    before = {member: job.members[0].node.connection(member) for member in (1, 2)}
     first.abort()
     first, second = job.connect(2, 0, 1)
-    assert job.members[0]._node.connection(1) is before[1]
+    assert job.members[0].node.connection(1) is before[1]
     talk(second, first)
 
 
@@ -140,7 +140,7 @@ def test_late_messages_of_an_earlier_team_and_of_a_lost_member_are_dropped(job: 
     second.send(torch.full((1,), 2.0), 0, 5)  # of the earlier team
     third.send(torch.full((1,), 3.0), 0, 5)  # of a member that is not in the team
     job.report_dead(2)
-    until(lambda: 2 not in job.members[0]._node.peers, "the sockets of the lost member are released")
+    until(lambda: 2 not in job.members[0].node.peers, "the sockets of the lost member are released")
     with suppress(SynclineError):  # it may not know yet that it is lost
         job.members[2].connect((0, 1, 2), 2).send(torch.full((1,), 4.0), 0, 5)
     second = job.members[1].connect((0, 1), 2)
@@ -163,7 +163,7 @@ def test_channels_of_teams_have_numbers_of_their_own(job: Job) -> None:
 def test_a_newcomer_joins_and_a_lost_member_leaves_no_sockets(job: Job) -> None:
     job.connect(1, 0, 1, 2)
     job.members[1].close()
-    node = job.members[0]._node
+    node = job.members[0].node
     until(lambda: 1 not in node.peers, "its sockets are released")
     job.members[1] = job.join(3)
     place = {0: 0, 2: 2, 3: 1}
@@ -175,7 +175,7 @@ def test_a_newcomer_joins_and_a_lost_member_leaves_no_sockets(job: Job) -> None:
 def test_a_broken_connection_is_evidence_for_the_next_team(job: Job) -> None:
     first, _, third = job.connect(1, 0, 1, 2)
     talk(third, first)
-    job.members[2]._node.peers[0].connection._emit((b"\0" * 36,))  # not a frame of the protocol
+    job.members[2].node.peers[0].connection.send_control(200)  # no kind of the protocol
     with pytest.raises(SynclineError):
         first.recv(torch.zeros(1), 2, 5).wait()
     assert list(job.members[0].unreachable()) == [2]

@@ -6,9 +6,12 @@ import contextlib
 import signal
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from syncline.environment.base import LEFT_CODE
-from syncline.world import World
+
+if TYPE_CHECKING:
+    from syncline.world import World  # it imports torch, and the help of commands must not
 
 __all__ = ["INTERRUPTED_EXIT_CODE", "StopSignals", "leave_on_signals"]
 

@@ -82,7 +82,7 @@ class ElasticPlan:
         [15.0, 30.0, 45.0]
         """
         count = int((self.seconds - KILL_MARGIN_S) / self.kill_every)
-        return [self.kill_every * number for number in range(1, count + 1)]
+        return [float(self.kill_every * number) for number in range(1, count + 1)]
 
     def schedule(self) -> list[RunSchedule]:
         """The runs in their order: with and without losses in turn, and the other way round in every second round."""

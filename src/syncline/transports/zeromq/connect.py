@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch._C._distributed_c10d import TCPStore
@@ -218,7 +218,7 @@ class ZmqConnector:
             links = probe_links(records, rank, address, self.runtime)
             return Liveness(records, ours, rank, 0, self.runtime, program=program_name(), elastic=True, links=links)
 
-        self._node = Node(
+        self.node = Node(
             self.runtime,
             MembershipLog(records, ours, key, self.runtime, trusts_launcher=True),
             key,
@@ -228,23 +228,29 @@ class ZmqConnector:
             launched=True,
             elastic=True,
         )
-        with _closing_on_error(self._node):
-            self._node.join(member)
+        with _closing_on_error(self.node):
+            self.node.join(member)
 
     def lost(self) -> dict[int, str]:
-        return self._node.liveness.read_lost()
+        return self.node.liveness.read_lost()
 
     def unreachable(self) -> dict[int, str]:
-        links = self._node.liveness.links
-        return {**self._node.broken_links, **({} if links is None else links.unreachable)}
+        links = self.node.liveness.links
+        return {**self.node.broken_links, **({} if links is None else links.unreachable)}
+
+    def follow(self, members: Iterable[int]) -> None:
+        self.node.liveness.follow(members)
+
+    def add_roles(self, transport: Transport) -> Transport:
+        return transport
 
     def connect(self, members: tuple[int, ...], number: int) -> Transport:
-        self._node.liveness.follow(members)
+        self.node.liveness.follow(members)
         if len(members) == 1:
             return SingleTransport(self.runtime, self.timeout)
-        channel = ZmqTeamTransport(self._node, members, self.timeout, number)
+        channel = ZmqTeamTransport(self.node, members, self.timeout, number)
         channel.monitor.watch(range(len(members)))
         return channel
 
     def close(self) -> None:
-        self._node.close(min(self.timeout, MAX_CLOSE_WAIT_S))
+        self.node.close(min(self.timeout, MAX_CLOSE_WAIT_S))

@@ -21,7 +21,7 @@ from tests.launch.runs import WAIT_TIMEOUT_S, Runs, wait_for
 SERVER = ("-m", "syncline.server")
 WAYS = {"forked": {}, "new": {"SYNCLINE_PREFORK": "0"}}
 PROPERTIES = """
-import json, random, signal, stat, threading, multiprocessing
+import json, random, signal, stat, threading, time, multiprocessing
 def handler(number):
     found = signal.getsignal(number)
     return found if isinstance(found, int) else found.__name__
@@ -51,6 +51,8 @@ import atexit, tempfile
 atexit.register(lambda: say("exit", rank))
 say(tempfile.gettempdir())
 threading.Thread(target=lambda: (threading.main_thread().join(), say("thread", rank))).start()
+while rank and not ((here / "kept0").exists() and (here / "kept0").read_text()):
+    time.sleep(0.01)  # the failure of this rank ends rank 0
 sys.exit("enough" if rank else 0)
 """
 

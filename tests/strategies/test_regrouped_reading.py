@@ -52,6 +52,9 @@ class StandIn:
     def batch_read(self, reader: object) -> None:
         """Called for each batch of a loop that trains."""
 
+    def note_trained(self) -> None:
+        """Called after each batch."""
+
     def between_steps(self) -> bool:
         return False
 

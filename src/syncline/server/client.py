@@ -154,6 +154,8 @@ class Client:
         self.root: Client = self
         """The client for everything that is not about a step. In a tree of masters it is the client of the root."""
         self.clock = 0
+        """The number of this worker's next step. `join` sets it to that of the others."""
+        self.ticks = 0
         """Steps that this worker has pushed."""
         self.status = ClusterStatus()
         self.bytes_logical = 0
@@ -488,6 +490,7 @@ class Client:
             self._remember(requests)
             if tick:
                 self.clock += 1
+                self.ticks += 1
             future = Future(self.sender, self._timestamp, requests, payload.out)
         return self._with_callback(future, callback)
 

@@ -264,7 +264,7 @@ class PushCheck:
     """Whether the servers have applied what they have acknowledged: once, and all of it."""
 
     acknowledged: int
-    """The sum of the clocks of all workers, by their journals."""
+    """The sum of the steps that all workers have pushed, by their journals."""
     applied: int
     """The steps that the servers have counted at the end."""
     unknown: int
@@ -280,7 +280,7 @@ class PushCheck:
 
 
 def check_pushes(journals: Mapping[int, WorkerJournal], killed: Iterable[int]) -> PushCheck | None:
-    """Compare the workers' clocks with the steps that the servers have counted; None without servers.
+    """Compare the workers' pushed steps with the steps that the servers have counted; None without servers.
 
     A worker that ends well has waited for all of its pushes. Another one may have had some in flight. The servers count
     once more for those that end well, after the last push of all.

@@ -5,7 +5,7 @@ killed worker loses no line::
 
     {"member": 3, "pid": 4711, "joined": true, "time": 51230.1}     the first line
     51231.732105 871 4                                              a step: time, number, number of workers
-    51231.739904 872 4 872 3401                                     with servers: own clock, steps of all at the servers
+    51231.739904 872 4 872 3401                                     with servers: pushed steps, and those of all there
     {"metrics": {"accuracy": 0.96, "loss": 0.2}, "steps": 9110}     the last line
 
 All times are those of the monotonic clock, which is the same in all processes of a machine.
@@ -77,7 +77,7 @@ class Journal:
         client = getattr(run, "client", None)
         if client is not None:
             in_flight = any(not future.done() for future in getattr(run, "pushed", ()))
-            line += f" {client.clock - in_flight} {client.status.steps}"
+            line += f" {client.ticks - in_flight} {client.status.steps}"
         os.write(self._file, f"{line}\n".encode())
 
 
@@ -101,7 +101,7 @@ def train(settings: ScriptSettings) -> None:
     _train(run, workload, loader, settings, journal)
     run.close()
     client = getattr(run, "client", None)
-    counted = {} if client is None else {"clock": client.clock, "applied": client.status.steps}
+    counted = {} if client is None else {"clock": client.ticks, "applied": client.status.steps}
     # Targets are those of the validation split.
     journal.write(metrics=workload.evaluate(model, workload.splits().validation), steps=run.stats.steps, **counted)
     world.close()

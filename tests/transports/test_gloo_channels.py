@@ -130,7 +130,7 @@ def test_channels_that_close_in_the_background_are_closed_with_their_factory() -
     """In an elastic job training does not wait until gloo has closed the channels of the team before."""
     nothing = SimpleNamespace(close=lambda: None)
     liveness: Any = SimpleNamespace(elastic=True, runtime=RealRuntime(), links=None, close=nothing.close)
-    factory = ProcessGroupFactory(HashStore(), liveness, TEST_TIMEOUT_S, "127.0.0.1", nothing)  # type: ignore[arg-type]
+    factory = ProcessGroupFactory(HashStore(), liveness, TEST_TIMEOUT_S, "127.0.0.1", nothing)
     before = held()
     groups = [factory.groups(f"team{number}", (0,), 0) for number in range(3)]
     assert held()[1] > before[1]

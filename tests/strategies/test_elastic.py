@@ -217,7 +217,7 @@ def add_ones(world: World) -> float:
     return total
 
 
-@pytest.mark.parametrize("at", [0.006, 0.007, 0.008])
+@pytest.mark.parametrize("at", [0.005, 0.006, 0.0065])
 def test_a_second_loss_while_a_team_forms_costs_no_timeout(at: float) -> None:
     found = sl.simulate(add_ones, 5, elastic=(1, 5), faults=[Kill(1, at=0.0045), Kill(2, at=at)])
     assert found.results[0] == found.results[3] == found.results[4] == 3.0

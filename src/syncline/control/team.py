@@ -217,18 +217,16 @@ class TeamFormation:
         arrived: dict[int, Arrival] = {}
         missing: list[int] = []
         for _ in self._poll():
-            team = self._decided(generation)
-            if team is not None:
-                return team
+            decided = self._read_team(generation)
+            if decided is not None:
+                return self._take_part(decided)
             self._read_log()
             absent = self._absent()
-            for member in before.members:
-                key = f"{ARRIVE_KEY}/{generation}/{member}"
-                if member not in arrived and member not in absent and self._store.check([key]):
-                    arrived[member] = _read_arrival(json.loads(self._store.get(key)))
             missing = [member for member in before.members if member not in arrived and member not in absent]
-            if missing:
+            if missing and not self._store.check([_arrive_key(generation, member) for member in missing]):
                 continue
+            for member in missing:
+                arrived[member] = _read_arrival(json.loads(self._store.get(_arrive_key(generation, member))))
             if self.member in absent:
                 raise self._declared_lost(f"is not in team {generation}", absent[self.member])
             present = {member: arrived[member] for member in before.members if member not in absent}
@@ -238,12 +236,13 @@ class TeamFormation:
             proposal = self._with_newcomers(team, absent, place, only)
             self.short = proposal is None
             if proposal is not None:
-                self._propose(proposal)
+                return self._take_part(self._propose(proposal))
+        missing = [each for each in missing if not self._store.check([_arrive_key(generation, each)])]
         return self._give_up(before, arrival, place, only, missing)
 
     def _arrive(self, generation: int, arrival: Arrival) -> None:
         arrival = replace(arrival, unreachable=tuple(self._unreachable()))
-        self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
+        self._store.set(_arrive_key(generation, self.member), json.dumps(asdict(arrival)))
 
     def _with_newcomers(
         self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None, only: Collection[int] | None
@@ -259,36 +258,30 @@ class TeamFormation:
         members = (*team.members, *newcomers)
         return replace(team, members=members) if len(members) >= self._minimum else None
 
-    def _propose(self, team: Team) -> None:
+    def _propose(self, team: Team) -> Team:
+        """Propose a team. Returns the one that is decided: the first proposal."""
         arrivals = {str(member): asdict(team.arrivals[member]) for member in team.members if member in team.arrivals}
         cut_off = {str(member): reason for member, reason in team.cut_off.items()}
         text = json.dumps({"members": team.members, "arrivals": arrivals, "cut_off": cut_off})
-        self._store.compare_set(f"{TEAM_KEY}/{team.generation}", "", text)
+        decided = self._store.compare_set(f"{TEAM_KEY}/{team.generation}", "", text)
+        return _parse_team(team.generation, decided)
 
     def _read_team(self, generation: int) -> Team | None:
         """The team of a generation if it is decided."""
         key = f"{TEAM_KEY}/{generation}"
-        if not self._store.check([key]):
-            return None
-        found = json.loads(self._store.get(key))
-        arrivals = {int(member): _read_arrival(each) for member, each in found["arrivals"].items()}
-        cut_off = {int(member): str(reason) for member, reason in found.get("cut_off", {}).items()}
-        return Team(generation, tuple(found["members"]), arrivals, cut_off)
+        return _parse_team(generation, self._store.get(key)) if self._store.check([key]) else None
 
-    def _decided(self, generation: int) -> Team | None:
-        """The team of a generation if it is decided. The first of its members writes it into the log."""
-        team = self._read_team(generation)
-        if team is None:
-            return None
+    def _take_part(self, team: Team) -> Team:
+        """Continue in a decided team. The first of its members writes it into the log."""
         if self.member not in team.members:
-            reason = team.cut_off.get(self.member, "")
             raise self._declared_lost(
-                f"the others continue as team {generation} with members {list(team.members)}", reason
+                f"the others continue as team {team.generation} with members {list(team.members)}",
+                team.cut_off.get(self.member, ""),
             )
         if team.members[0] == self.member:
             for member, reason in team.cut_off.items():
                 self.log.append(LOST, member=member, reason=reason)
-            self.log.append(TEAM, generation=generation, team=list(team.members))
+            self.log.append(TEAM, generation=team.generation, team=list(team.members))
         return team
 
     def _give_up(
@@ -351,6 +344,17 @@ class TeamFormation:
             pause = MIN_POLL_S if soon() else pause
             self._runtime.sleep(pause)
             paused, pause = paused + pause, min(2 * pause, MAX_POLL_S)
+
+
+def _arrive_key(generation: int, member: int) -> str:
+    return f"{ARRIVE_KEY}/{generation}/{member}"
+
+
+def _parse_team(generation: int, text: bytes) -> Team:
+    found = json.loads(text)
+    arrivals = {int(member): _read_arrival(each) for member, each in found["arrivals"].items()}
+    cut_off = {int(member): str(reason) for member, reason in found.get("cut_off", {}).items()}
+    return Team(generation, tuple(found["members"]), arrivals, cut_off)
 
 
 def _read_arrival(found: Mapping[str, Any]) -> Arrival:

@@ -166,6 +166,14 @@ def test_journals_on_disk_are_read_to_the_last_whole_line(tmp_path: Path) -> Non
     assert processes.place_of(1) == 3
 
 
+def test_a_process_that_uses_the_id_of_an_earlier_one_is_another(tmp_path: Path) -> None:
+    processes = ProcessTable(os.getpid(), tmp_path)
+    processes.note()
+    assert processes.lives(os.getpid())
+    processes.seen[os.getpid()] = "1"  # the start time of the earlier process
+    assert not processes.lives(os.getpid())
+
+
 def test_unexpected_losses_are_those_of_others_than_the_victims() -> None:
     output = (
         "syncline: rank 1 was killed by signal 9 (SIGKILL); it is started again in 1 s\n"

@@ -115,12 +115,15 @@ def _refusal(journals: Mapping[int, WorkerJournal], kills: Sequence[object]) -> 
 
 
 def _memory(run: JobRun) -> dict[str, dict[str, Any]]:
-    """Memory in MB and descriptors of the launcher, and of the worker that was observed for the longest time."""
-    workers = [name for name in run.samples if name.startswith("rank ")]
-    longest = max(workers, key=lambda name: len(run.samples[name]), default=None)
-    chosen = {"launcher": "launcher", **({} if longest is None else {"longest-lived worker": longest})}
+    """Memory in MB and descriptors of the launcher, and of the worker and the server with the longest lives."""
     found: dict[str, dict[str, Any]] = {}
-    for title, name in chosen.items():
+    for title, prefix in (
+        ("launcher", "launcher"),
+        ("longest-lived worker", "rank "),
+        ("longest-lived server", "server "),
+    ):
+        programs = [program for program in run.samples if program.startswith(prefix)]
+        name = max(programs, key=lambda program: len(run.samples[program]), default=prefix)
         samples = run.samples.get(name, [])
         memory = growth([(seconds, nbytes / MEGABYTE) for seconds, nbytes, _ in samples])
         files = growth([(seconds, float(count)) for seconds, _, count in samples])

@@ -244,14 +244,14 @@ class _Watch:
         return {f"server process {pid}": pid for pid in sorted(servers)}
 
     def _lives(self, pid: int) -> bool:
-        return pid not in self._gone and process_state(pid) not in ("", "Z", "X")
+        return pid not in self._gone and self._table.lives(pid)
 
     def _sample(self) -> None:
         now = time.monotonic()
         if now - self._sampled >= SAMPLE_EVERY_S:
             self._sampled = now
             programs = {"launcher": self._launcher.pid}
-            programs |= {f"rank {member}": pid for member, pid in self._table.workers().items()}
+            programs |= {f"rank {member}": pid for member, pid in self._table.workers().items() if self._lives(pid)}
             programs |= {f"server process {pid}": pid for pid in self._table.servers()}
             for name, pid in programs.items():
                 with contextlib.suppress(OSError, ValueError):
@@ -276,7 +276,7 @@ class _Watch:
         self._run.code = self._launcher.returncode
         runtime, until = RealRuntime(), time.monotonic() + LEFT_TIMEOUT_S
         while True:
-            left = [pid for pid in sorted(self._table.seen) if process_state(pid) not in ("", "Z", "X")]
+            left = [pid for pid in sorted(self._table.seen) if self._table.lives(pid)]
             if not left or time.monotonic() > until:
                 self._run.left_processes = left
                 return
@@ -293,8 +293,8 @@ class ProcessTable:
         self._places: dict[int, int] = {}
         self._trained: set[int] = set()
         self._server_since: dict[int, float] = {}
-        self.seen: set[int] = set()
-        """All processes of the job that were seen."""
+        self.seen: dict[int, str] = {}
+        """All processes of the job that were seen, each with its start time: a process id may be used again."""
 
     def note(self) -> None:
         """Read which processes there are."""
@@ -311,7 +311,16 @@ class ProcessTable:
                 self._places[member], self._pids[member] = int(found[1]), int(found[2])
             if len(lines) > 2 and not lines[1].startswith(b"{"):
                 self._trained.add(member)
-        self.seen |= {self._launcher, *self._pids.values()}
+        self._see([self._launcher, *self._pids.values()])
+
+    def _see(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self.seen.setdefault(pid, process_stat(pid)[1])
+
+    def lives(self, pid: int) -> bool:
+        """Whether a process that was seen still runs."""
+        state, started = process_stat(pid)
+        return state not in ("", "Z", "X") and started == self.seen.get(pid)
 
     def workers(self) -> dict[int, int]:
         """The process ids of all workers so far, by member."""
@@ -330,12 +339,12 @@ class ProcessTable:
         now = time.monotonic()
         found = [pid for pid in descendants(self._launcher) if SERVER_MODULE in command_line(pid).split("\0")]
         self._server_since = {pid: self._server_since.get(pid, now) for pid in found}
-        self.seen |= set(found)
+        self._see(found)
         return {pid: now - since for pid, since in self._server_since.items()}
 
     def zombies(self) -> int:
         """The number of ended processes that their parents have not waited for."""
-        return sum(process_state(pid) == "Z" for pid in descendants(self._launcher))
+        return sum(process_stat(pid)[0] == "Z" for pid in descendants(self._launcher))
 
     def last_step(self) -> int:
         """The highest step number in the journals."""
@@ -348,12 +357,13 @@ class ProcessTable:
         return max(found)
 
 
-def process_state(pid: int) -> str:
-    """The letter of a process's state, such as R, S, T or Z; empty if there is none."""
+def process_stat(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, such as R, S, T or Z, and its start time; both empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
     except (OSError, IndexError):
-        return ""
+        return "", ""
 
 
 def command_line(pid: int) -> str:

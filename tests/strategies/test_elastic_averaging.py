@@ -150,7 +150,9 @@ def rounds_of(strategy: str, codec: str | None, seed: int) -> Iterator[Round]:
     for number in range(last):
         before = {member: record[number] for member, record in records.items() if number in record}
         after = {member: records[member][number + 1] for member in before if number + 1 in records[member]}
-        if after:  # workers without data complete a round in progress and take another one before they are recorded
+        team = {member for each in after.values() for member in each.team.members}
+        # A worker without data may complete a round and take another one before it is recorded: some are incomplete.
+        if after and team <= before.keys():
             yield Round(before, after, order)
 
 

@@ -529,6 +529,11 @@ class SimulatedTransport(Transport):
         chosen = tuple(self.members[rank] for rank in members)
         return SimulatedTransport(self.network, chosen, self.global_rank, channel, self.timeout, self._team)
 
+    def split_by_key(self, key: str) -> Transport:
+        """The ranks that join later are members of the channel of all processes from the start."""
+        channel = self.network.channel((self._channel, key))
+        return SimulatedTransport(self.network, self.members, self.global_rank, channel, self.timeout)
+
 
 class SimulatedConnector:
     """Makes the channels of the teams of a simulated elastic job."""
@@ -567,9 +572,8 @@ class SimulatedConnector:
         """Does nothing: all losses are known."""
 
     def add_roles(self, transport: Transport) -> Transport:
-        """Make the processes that are not workers known on a channel."""
-        if self.roles:
-            transport.add_roles(job_channel(self.network, self.member, self.timeout), self.roles)
+        """Make the channel of all processes known on the channel of a team."""
+        transport.add_roles(job_channel(self.network, self.member, self.timeout), self.roles)
         return transport
 
     def close(self) -> None:

@@ -445,7 +445,7 @@ class SimulatedTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         network, receiver, nbytes = self.network, self.members[to], data.numel()
-        if (network.gone and network.broken(receiver)) or self._channel in network.broken_channels:
+        if network.broken(receiver) or self._channel in network.broken_channels:
             raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {format_bytes(nbytes)})", 0.0, None)
         handle = _SimulatedSend(self, to, nbytes, wait_for_match=not lossy and nbytes > network.model.eager)
         on_arrival = partial(
@@ -463,7 +463,7 @@ class SimulatedTransport(Transport):
         if self._channel in self.network.broken_channels:
             raise self.failure(source, f"a message ({tag_name(tag)})", 0.0, None)
         posted = self.mailbox.add(PostedReceive(data, source, tag, exact))
-        if self.network.gone and source is not None and self.network.broken(self.members[source]):
+        if source is not None and self.network.broken(self.members[source]):
             self.peer_broke(self.members[source])
         return MailboxHandle(self, self.mailbox, posted)
 

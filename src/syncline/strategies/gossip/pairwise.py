@@ -68,13 +68,13 @@ HEADER = WireHeader(b"SLGP", version=1, fields="B2xQQ", padding=4)
 """Kind, 2 spare bytes, number, bytes of the row. The padding aligns the row."""
 HEADER_BYTES = HEADER.nbytes
 
-AVERAGE, READ, DONE, STATE, OK, REFUSED = range(1, 7)
+AVERAGE, READ, DONE, STATE, OK, REFUSED, JOINED = range(1, 8)
 """Kinds of messages. STATE has a worker's state at a moment when none trains; its number tells which moment."""
 REQUEST_TAG = 1
 REPLY_TAGS = {AVERAGE: 2, READ: 3}
 """Two tags, because two tasks may send different requests to one worker at once."""
 NEWCOMER_TAG = 4
-"""The tag of a READ from a process that is not among the workers yet."""
+"""The tag of READ and JOINED from a process that the receiver may not know yet."""
 FINAL = 0
 """The number of the last STATE."""
 
@@ -114,7 +114,7 @@ class PairMessage:
             return ProtocolError(f"rank {peer} sent a message that is refused: {why}", peer=peer)
 
         kind, number, length = HEADER.read(data[:HEADER_BYTES].numpy().tobytes(), refuse)
-        if not AVERAGE <= kind <= REFUSED or length != data.numel() - HEADER_BYTES:
+        if not AVERAGE <= kind <= JOINED or length != data.numel() - HEADER_BYTES:
             raise refuse(f"kind {kind}, with {data.numel() - HEADER_BYTES} B instead of {length} B after its header")
         return PairMessage(kind, number, data[HEADER_BYTES:], peer)
 
@@ -161,6 +161,10 @@ class PairwisePeers:
         self.requests = 0
         self.lost: dict[int, str] = {}
         """Lost peers, and the reason."""
+        self.leaving = False
+        """Whether all have the last weights, so that others may leave."""
+        self.on_joined: Callable[[], None] = lambda: None
+        """Called when a newcomer says that it takes part."""
         self.channel = channel
         self._stats = stats
         self._runtime = channel.runtime
@@ -234,6 +238,12 @@ class PairwisePeers:
     def read_state(self, peer: int) -> Tensor:
         """In a newcomer that is not among the workers yet: the current state of one of them."""
         return self.request(peer, READ, None, NEWCOMER_TAG).wait().row(self.state.dtype, self.state.numel())
+
+    def announce(self) -> None:
+        """In a newcomer: tell the others that it takes part, so that they reply to it at once."""
+        for peer in self.others():
+            with suppress(PeerLostError):
+                self.channel.send(PairMessage.write(JOINED, 0), peer, NEWCOMER_TAG)
 
     def exchange_states(self, number: int, alive: Callable[[], Iterable[int]], what: str) -> dict[int, Tensor]:
         """The state of every worker that is alive, by rank. All call it with the same number while none trains.
@@ -347,7 +357,8 @@ class PairwisePeers:
         """Continue without a peer."""
         if peer not in self.lost:
             self.lost[peer] = why
-            logger.warning("rank %d goes on without rank %d: %s", self.channel.rank, self.name_of(peer), why)
+            level = logging.DEBUG if self.leaving else logging.WARNING
+            logger.log(level, "rank %d goes on without rank %d: %s", self.channel.rank, self.name_of(peer), why)
         self._news.set()
 
     # Requests from others.
@@ -367,7 +378,7 @@ class PairwisePeers:
                 self.forget(peer, str(error))
 
     def _serve_newcomers(self) -> None:
-        """Reply to processes that are not among the workers yet."""
+        """Reply to processes that may not be among the workers yet."""
         buffer = message_buffer(None)
         with suppress(SynclineError):  # this worker has closed the channel
             while True:
@@ -377,6 +388,8 @@ class PairwisePeers:
                     message = PairMessage.read(buffer[: handle.nbytes], handle.source)
                     if message.kind == READ:
                         self._handle(message, waits=False)
+                    elif message.kind == JOINED:
+                        self.on_joined()
                 except (ProtocolError, PeerLostError) as error:
                     logger.info("rank %d does not answer a newcomer: %s", self.channel.rank, error)
 
@@ -495,6 +508,7 @@ class PairwiseRun(AsynchronousRun):
         assert roll is not None, "newcomers are admitted"
         channel = network.split_by_key(f"gossip {self._channel.number}")
         self.peers = PairwisePeers(channel, state, self.snapshot.numel(), self.stats, roll.present())
+        self.peers.on_joined = roll.refresh
         roll.on_read = self._follow_roll
         self._channel.on_refresh = self._refresh_roll
         self._channel.report_steps(0)  # from now on the roll is read in the background
@@ -702,6 +716,8 @@ class PairwiseRun(AsynchronousRun):
 
     def read_final(self) -> None:
         self._write_mean_of_all("leave with the same model")
+        if self.peers is not None:
+            self.peers.leaving = True
 
     def detach(self) -> None:
         super().detach()
@@ -739,7 +755,7 @@ class PairwiseRun(AsynchronousRun):
         if roll.member in lost:
             peers.close()  # the others continue without this worker
             return
-        peers.add(self._channel.members)
+        peers.add(each for each in self._channel.members if each not in lost)
         for peer in peers.others():
             if peer in lost:
                 peers.forget(peer, lost[peer])
@@ -800,6 +816,7 @@ class PairwiseRun(AsynchronousRun):
         self.stats.steps = max(self._channel.steps())
         self._steps_absorbed = self._steps_mixed = self.stats.steps
         self._channel.report_steps(self.stats.steps)
+        peers.announce()
 
     # State.
 

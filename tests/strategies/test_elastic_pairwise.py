@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import syncline as sl
 from syncline.strategies.base import strategy_run
 from syncline.strategies.gossip import GRAPHS, Gossip, PairwiseRun
+from syncline.strategies.gossip.pairwise import REQUEST_TAG, STATE, PairMessage, PairwisePeers
 from syncline.testing import hunt_cases
 from syncline.transports.faults import Fault, Join
 from syncline.transports.simulated import cut_off_rank, freeze_rank, kill_rank
@@ -122,7 +124,7 @@ class Rows(nn.Module):
 
 
 def start_of(member: int) -> float:
-    return float((-2) ** (member % 5))
+    return 2.0**member
 
 
 def train(world: World, case: Case, journal: Journal) -> Result:
@@ -224,14 +226,14 @@ def check(seed: int) -> int:
             assert journal.trained[epoch, sample] >= 1, (epoch, sample)
             assert journal.read[epoch, sample] <= 1 + losses, (epoch, sample)
     joined = [each for each in results if each.member >= WORKERS]
+    if case.rate == 0.0:  # means cannot leave the range in which the first workers have begun
+        for weights in (*journal.begun.values(), *(each.weights for each in results)):
+            assert start_of(0) - 1e-9 <= float(weights.min())
+            assert float(weights.max()) <= start_of(WORKERS - 1) + 1e-9
     if losses == 0:
         total = sum(journal.begun[each.member] + journal.steps.get(each.member, 0.0) for each in results)
         assert isinstance(total, Tensor)
         torch.testing.assert_close(len(results) * results[0].weights, total)
-    elif case.rate == 0.0 and results:  # means cannot leave the range in which all have begun
-        ends = [start_of(member) for member in range(WORKERS)]
-        assert min(ends) - 1e-9 <= float(results[0].weights.min())
-        assert float(results[0].weights.max()) <= max(ends) + 1e-9
     return len(joined)
 
 
@@ -241,3 +243,52 @@ def test_workers_leave_and_join() -> None:
     joined: list[int] = []
     hunt_cases(lambda seed: joined.append(check(seed)), seeds(12), "check({seed})")
     assert sum(joined) >= len(joined) // 4
+
+
+@pytest.mark.parametrize("lost_in", ["read the weights", "leave with the same model"])
+def test_a_state_that_not_all_have_counts_for_nobody(lost_in: str) -> None:
+    """Worker 2 is killed when it has sent its weights to worker 0, and not to worker 1."""
+    exchange = PairwisePeers.exchange_states
+
+    def exchange_or_die(peers: PairwisePeers, number: int, alive: Any, what: str) -> dict[int, Tensor]:
+        if peers.channel.rank == 2 and what == lost_in:
+            peers.channel.send(PairMessage.write(STATE, number, peers.state), 0, REQUEST_TAG).wait()
+            kill_rank(peers.channel)
+            peers.channel.runtime.sleep(1.0)
+        return exchange(peers, number, alive, what)
+
+    def work(world: World) -> list[float]:
+        model = Rows(4, 0.0)
+        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), Gossip(pairwise=True))
+        inner = strategy_run(run)
+        assert isinstance(inner, PairwiseRun)
+        with torch.no_grad():
+            model.weight.fill_(start_of(world.rank))
+        inner.absorb()
+        with run.agreed():
+            agreed = float(model.weight.detach().mean())
+        run.close()
+        return [agreed, float(model.weight.detach().mean())]
+
+    with mock.patch.object(PairwisePeers, "exchange_states", exchange_or_die):
+        found = sl.simulate(work, 3, elastic=(1, 3), return_exceptions=True).results
+    of_two, of_three = (1.0 + 2.0) / 2, (1.0 + 2.0 + 4.0) / 3
+    agreed = of_two if lost_in == "read the weights" else pytest.approx(of_three)
+    assert found == ([agreed, of_two], [agreed, of_two], None)
+
+
+def test_a_graph_of_edges_takes_no_newcomer() -> None:
+    def work(world: World) -> float:
+        model = Rows(4, 0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with sl.distribute(model, optimizer, Gossip("0-1, 1-2", pairwise=True)) as run:
+            world.compute(1.0)
+            optimizer.zero_grad()
+            run.model(torch.arange(4)).backward()
+            optimizer.step()
+        return float(model.weight.detach().sum())
+
+    found = sl.simulate(work, 3, elastic=(1, 4), faults=[Join(at=0.5)], return_exceptions=True).results
+    assert isinstance(found[3], sl.errors.IncompatibleError)
+    assert "no worker can join: take a graph by its name" in str(found[3])
+    assert found[:3] == (-8.0, -8.0, -8.0)

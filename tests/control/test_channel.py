@@ -272,3 +272,14 @@ def test_a_newcomer_cannot_join_a_barrier_that_was_passed() -> None:
         newcomer.wait("go on")
     first.close()
     assert not roll_of(connector, 5, 1).join(1), "the job has ended"
+
+
+def test_workers_agree_on_what_all_of_them_hold() -> None:
+    connector = Connector()
+    first, second, third = (roll_of(connector, member, 3) for member in range(3))
+    with pytest.raises(PeerLostError, match=r"for workers \[1, 2\] to go on"):
+        first.agree("go on", [0, 1, 2])
+    with pytest.raises(PeerLostError, match=r"for workers \[1\] to go on"):
+        third.agree("go on", [2])
+    connector.losses[2] = "killed"
+    assert second.agree("go on", [1, 2, 4]) == [1, 2], "what a lost worker holds does not count"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -106,11 +106,12 @@ class ControlChannel:
         self._rank = rank
         self._on_stop, self._on_finish, self._on_close = on_stop, on_finish, on_close
         self._lock = runtime.lock()
-        self._number = 1
+        self.number = 1
+        """How many channels of this name this worker has opened, this one included."""
         if rank is not None:
             with self._reached():
-                self._number = store.add(f"control/{name}/opened/{rank}", 1)
-        self._key = f"control/{name}/{self._number}"
+                self.number = store.add(f"control/{name}/opened/{rank}", 1)
+        self._key = f"control/{name}/{self.number}"
         self._log = ControlLog(store, runtime.now, f"{self._key}/log", MAX_POSTS)
         self._posts: deque[Post] = deque(maxlen=MAX_POSTS)
         self.roll_log = ControlLog(store, runtime.now, f"{self._key}/workers")
@@ -419,7 +420,8 @@ class WorkerRoll:
 
         joined 4 · arrived 0 · arrived 4 · passed 1 · arrived 2 …        worker 1 is lost: nobody waits for it
 
-    A newcomer joins before a barrier that is not passed yet. An entry that comes too late counts for nothing.
+    A newcomer joins before a barrier that is not passed yet. An entry that comes too late counts for nothing. Arrivals
+    may name what the workers hold. The entry that passes the barrier then names what all of them hold (`agree`).
     """
 
     JOINED, ARRIVED, PASSED, CLOSED, ENDED = "joined", "arrived", "passed", "closed", "ended"
@@ -438,6 +440,8 @@ class WorkerRoll:
         """How often this worker has called `wait`."""
         self.ended = False
         """Whether all workers have closed their runs."""
+        self.on_read: Callable[[], None] = lambda: None
+        """Called after the log was read. Several tasks may call it."""
         self._channel = channel
         self._lost = connector.lost
         self._follow = connector.follow
@@ -448,6 +452,10 @@ class WorkerRoll:
         self._arrivals = dict.fromkeys(range(launched), 0)
         """By worker: how often it has called `wait`."""
         self._passed = 0
+        self._held: dict[int, set[int]] = {}
+        """By worker: what its latest arrival names."""
+        self._agreed: list[int] = []
+        """What the latest barrier names."""
         self._closed: set[int] = set()
 
     def lost(self) -> Mapping[int, str]:
@@ -458,6 +466,15 @@ class WorkerRoll:
         """The workers that are neither lost nor have closed their runs, as far as this process has read."""
         lost = self._lost()
         return [each for each in sorted(self._arrivals) if each not in lost and each not in self._closed]
+
+    def alive(self) -> list[int]:
+        """The workers that are not lost, also those that have closed their runs, as far as this process has read.
+
+        Raises a `PeerLostError` if this worker was declared lost.
+        """
+        lost = self._lost()
+        self._raise_if_lost(lost, "the other workers")
+        return [each for each in sorted(self._arrivals) if each not in lost]
 
     def has_changed(self) -> bool:
         """Whether workers have joined, or were lost, since the start of the job."""
@@ -473,15 +490,25 @@ class WorkerRoll:
 
     def wait(self, what: str) -> None:
         """Return when every worker that is present has called it as often as this one. `what` is for messages."""
+        self.agree(what, ())
+
+    def agree(self, what: str, held: Iterable[int]) -> list[int]:
+        """As `wait`. Returns those of the held numbers that all workers hold, the same list on all of them."""
         self.number += 1
         number = self.number
-        self._channel.append_to_roll(self.ARRIVED, member=self.member, number=number)
+        self._channel.append_to_roll(self.ARRIVED, member=self.member, number=number, held=sorted(held))
         self._wait(
             what,
             lambda: self._passed >= number,
             lambda member: self._arrivals[member] >= number,
-            lambda: self._channel.append_to_roll(self.PASSED, only_next=True, number=number),
+            lambda present: self._channel.append_to_roll(
+                self.PASSED,
+                only_next=True,
+                number=number,
+                held=sorted(set.intersection(*(self._held[each] for each in present))),
+            ),
         )
+        return self._agreed
 
     def close(self) -> None:
         """Return when every worker that is present has called it: no worker takes steps any more."""
@@ -490,7 +517,7 @@ class WorkerRoll:
             "close their runs",
             lambda: self.ended,
             lambda member: member in self._closed,
-            lambda: self._channel.append_to_roll(self.ENDED, only_next=True),
+            lambda present: self._channel.append_to_roll(self.ENDED, only_next=True),
         )
 
     def refresh(self) -> None:
@@ -502,41 +529,43 @@ class WorkerRoll:
                     self._arrivals[member] = number
                 elif entry.kind == self.ARRIVED and member in self._arrivals:
                     self._arrivals[member] = max(self._arrivals[member], number)
-                elif entry.kind == self.PASSED:
-                    self._passed = max(self._passed, number)
+                    self._held[member] = set(entry.fields["held"])
+                elif entry.kind == self.PASSED and number > self._passed:
+                    self._passed, self._agreed = number, list(entry.fields["held"])
                 elif entry.kind == self.CLOSED:
                     self._closed.add(member)
                 elif entry.kind == self.ENDED:
                     self.ended = True
             self._channel.members = sorted(self._arrivals)
         self._follow(self._channel.members)
+        self.on_read()
 
     def _wait(
         self,
         what: str,
         done: Callable[[], bool],
         arrived: Callable[[int], bool],
-        decide: Callable[[], bool],
+        decide: Callable[[Sequence[int]], bool],
     ) -> None:
-        """Wait as long as the channel shows progress: steps of any worker, or entries."""
+        """Wait as long as the channel shows progress: steps of any worker, or entries.
+
+        `decide` appends the entry that ends the wait, when all workers have arrived. It gets those that are not lost.
+        """
         since, progress = self._runtime.now(), (0, [0])
         for _ in poll(self._runtime):
             self.refresh()
             if done():
                 return
             lost = self._lost()
-            if self.member in lost:
-                raise PeerLostError(
-                    f"worker {self.member} waits for all workers to {what}, and was declared lost "
-                    f"({lost[self.member]}): the others continue without it",
-                    peer=self.member,
-                    pending=f"all workers to {what}",
-                )
-            missing = [each for each in sorted(self._arrivals) if each not in lost and not arrived(each)]
+            self._raise_if_lost(lost, f"all workers to {what}")
+            with self._lock:  # no other task reads entries between the two
+                present = [each for each in sorted(self._arrivals) if each not in lost]
+                missing = [each for each in present if not arrived(each)]
+                if not missing:
+                    decide(present)
             if not missing:
-                decide()
                 continue
-            if closed := [each for each in missing if each in self._closed]:
+            if not self.ended and (closed := [each for each in missing if each in self._closed]):
                 raise IncompatibleError(
                     f"worker {self.member} waits for all workers to {what}, and worker {closed[0]} has closed its run: "
                     "every worker must make this call, as often as the others"
@@ -553,3 +582,12 @@ class WorkerRoll:
                     pending=f"workers {missing} to {what}",
                     seconds=waited,
                 )
+
+    def _raise_if_lost(self, lost: Mapping[int, str], pending: str) -> None:
+        if self.member in lost:
+            raise PeerLostError(
+                f"worker {self.member} waits for {pending}, and was declared lost ({lost[self.member]}): the others "
+                "continue without it",
+                peer=self.member,
+                pending=pending,
+            )

@@ -28,9 +28,9 @@ from syncline.errors import SpecError, WorldError
 from syncline.server.chain_log import ChainLog
 from syncline.transports import Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
-from syncline.transports.key_value_store import program_name
+from syncline.transports.key_value_store import no_launcher_store, program_name
 from syncline.world import World
-from syncline.world.elastic import ELASTIC_VARIABLE
+from syncline.world.elastic import ELASTIC_VARIABLE, Elastic
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
 
@@ -216,7 +216,8 @@ def network_of(
     replaces: int | None = None,
     elastic: bool = False,
 ) -> ServerNetwork:
-    """The network on a transport whose members have the order above. Without servers every worker serves.
+    """The network on a transport whose members have the order above. Without servers every worker serves, except those
+    that join later.
 
     `replicas` is the number of servers that hold each shard. On the simulator `newcomers` more members follow, which
     may become new servers; `replaces` is the number of the server whose place such a member takes. `elastic`: workers
@@ -284,7 +285,7 @@ def server_network(world: World, replicas: int | None = None) -> ServerNetwork:
 def _make_network(world: World, replicas: int) -> ServerNetwork:
     extra, elastic = world.transport.extra_roles, world.elastic
     workers = world.size if elastic is None else elastic.launched
-    if extra:
+    if extra or world.job_channel is not world.transport:
         servers = extra.count("server")
         evaluators, newcomers = extra.count("evaluator"), extra.count("new server")
         if extra != ("server",) * servers + ("evaluator",) * evaluators + ("new server",) * newcomers:
@@ -306,7 +307,7 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
     if roles.role != "worker":
         return join_network(roles, world.transport.timeout)
     if elastic is not None and elastic.joining:
-        return _join_as_newcomer(world, roles, elastic.limits.member)
+        return _join_as_newcomer(world, roles, elastic)
     if not roles.workers_only and roles.workers != world.size:
         raise WorldError(
             f"this world has {world.size} ranks, but {roles.workers} workers were started with {roles.servers} servers "
@@ -314,7 +315,7 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
         )
     if not simulated and not roles.servers:
         import_handlers()
-    if roles.workers_only and world.transport.name != TORCH:
+    if roles.workers_only and elastic is None and world.transport.name != TORCH:
         transport = world.transport.split(range(world.size))
         assert transport is not None, "every rank is a member"
         return network_of(transport, world.size)
@@ -327,17 +328,25 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
     )
 
 
-def _join_as_newcomer(world: World, roles: Roles, member: int) -> ServerNetwork:
-    """Join the network of a job that trains already. `member` is this process's number in the job."""
-    place = detect(world.environ).rendezvous if roles.rendezvous is None else roles.rendezvous
-    if not roles.servers or place is None:
-        raise WorldError(
-            "a worker joins the strategies of the parameter server only if the servers are processes of their own: "
-            "start the job with syncline run --servers S"
-        )
+def _join_as_newcomer(world: World, roles: Roles, elastic: Elastic) -> ServerNetwork:
+    """Join the network of a job that trains already.
+
+    In a network of workers alone a newcomer has its number in the job. Otherwise that may be the number of a server.
+    """
+    environment = detect(world.environ)
+    place = environment.rendezvous if roles.rendezvous is None else roles.rendezvous
+    if place is None:
+        raise WorldError(no_launcher_store(environment))
     zeromq = importlib.import_module("syncline.transports.zeromq")
-    transport = zeromq.join(place, world.transport.timeout, label=LABEL, name_of=roles.name_of, name=f"rank {member}")
-    return network_of(transport, roles.workers, roles.servers, roles.evaluators, roles.replicas, elastic=True)
+    transport = zeromq.join(
+        place,
+        world.transport.timeout,
+        label=LABEL,
+        name_of=roles.name_of,
+        name=f"rank {elastic.limits.member}",
+        rank=elastic.limits.member if roles.workers_only else None,
+    )
+    return network_of(transport, elastic.launched, roles.servers, roles.evaluators, roles.replicas, elastic=True)
 
 
 def join_network(

@@ -58,6 +58,11 @@ class AsynchronousRun(StrategyRun):
     _channel: ControlChannel
     _published = -PUBLISH_EVERY_S
 
+    def setup(self) -> None:
+        super().setup()
+        if self.joining and self.elastic_refusal:
+            raise IncompatibleError(self.elastic_refusal)
+
     # Contract: workers that join.
 
     @contextmanager
@@ -67,6 +72,9 @@ class AsynchronousRun(StrategyRun):
 
     def flush_steps(self) -> None:
         """Make all steps of this worker part of what survives its loss."""
+
+    def prepare_to_join(self) -> None:
+        """In a newcomer: called before the others count it among them."""
 
     def enter_training(self) -> None:
         """In a newcomer: take the weights of the others, and take part."""
@@ -316,6 +324,8 @@ class AsynchronousRun(StrategyRun):
         for _ in poll(runtime):
             state = self._claims[place.reader].find(place.epoch, visit)
             self.raise_if_job_has_ended()
+            if state is not None and not state.complete:
+                self.prepare_to_join()
             if state is not None and (state.complete or not roll.join(state.barriers)):
                 return False
             if state is not None:

@@ -483,6 +483,15 @@ class ParameterServerRun(AsynchronousRun):
         """Newcomers are new clients of servers that outlive the workers."""
         return server_network(self.world).dedicated and not self.has_tree
 
+    @property
+    def elastic_refusal(self) -> str:
+        if server_network(self.world).dedicated:
+            return super().elastic_refusal
+        return (
+            f"a worker joins {self.strategy!r} only if the servers are processes of their own: start the job with "
+            "syncline run --servers S, or leave --restart out"
+        )
+
     @contextmanager
     def idle(self) -> Iterator[None]:
         with self.explain_errors():

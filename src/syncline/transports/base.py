@@ -344,6 +344,13 @@ class Transport(ABC):
         """
         return self._split(check_ranks(ranks, self.size))
 
+    def split_by_key(self, key: str) -> Transport:
+        """An independent channel that also reaches the ranks that join later.
+
+        All ranks that call it with the same key share it. It is called once with a key.
+        """
+        raise UnsupportedError(f"ranks cannot join a world on {self.name} later: take zeromq, or the simulator")
+
     @property
     def memory(self) -> RemoteMemory:
         """One-sided windows and shared memory."""
@@ -409,7 +416,7 @@ class TeamConnector(Protocol):
         ...
 
     def add_roles(self, transport: Transport) -> Transport:
-        """The same channel. On the simulator it then knows the processes that are not workers, such as servers."""
+        """The same channel. On the simulator it then knows the channel of all processes, servers and newcomers too."""
         ...
 
     def close(self) -> None:

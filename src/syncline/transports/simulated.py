@@ -445,7 +445,7 @@ class SimulatedTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         network, receiver, nbytes = self.network, self.members[to], data.numel()
-        if (network.gone and network.broken(receiver)) or self._channel in network.broken_channels:
+        if network.broken(receiver) or self._channel in network.broken_channels:
             raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {format_bytes(nbytes)})", 0.0, None)
         handle = _SimulatedSend(self, to, nbytes, wait_for_match=not lossy and nbytes > network.model.eager)
         on_arrival = partial(
@@ -463,7 +463,7 @@ class SimulatedTransport(Transport):
         if self._channel in self.network.broken_channels:
             raise self.failure(source, f"a message ({tag_name(tag)})", 0.0, None)
         posted = self.mailbox.add(PostedReceive(data, source, tag, exact))
-        if self.network.gone and source is not None and self.network.broken(self.members[source]):
+        if source is not None and self.network.broken(self.members[source]):
             self.peer_broke(self.members[source])
         return MailboxHandle(self, self.mailbox, posted)
 
@@ -529,6 +529,11 @@ class SimulatedTransport(Transport):
         chosen = tuple(self.members[rank] for rank in members)
         return SimulatedTransport(self.network, chosen, self.global_rank, channel, self.timeout, self._team)
 
+    def split_by_key(self, key: str) -> Transport:
+        """The ranks that join later are members of the channel of all processes from the start."""
+        channel = self.network.channel((self._channel, key))
+        return SimulatedTransport(self.network, self.members, self.global_rank, channel, self.timeout)
+
 
 class SimulatedConnector:
     """Makes the channels of the teams of a simulated elastic job."""
@@ -567,9 +572,8 @@ class SimulatedConnector:
         """Does nothing: all losses are known."""
 
     def add_roles(self, transport: Transport) -> Transport:
-        """Make the processes that are not workers known on a channel."""
-        if self.roles:
-            transport.add_roles(job_channel(self.network, self.member, self.timeout), self.roles)
+        """Make the channel of all processes known on the channel of a team."""
+        transport.add_roles(job_channel(self.network, self.member, self.timeout), self.roles)
         return transport
 
     def close(self) -> None:

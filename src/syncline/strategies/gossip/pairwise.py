@@ -19,6 +19,11 @@ with others. So workers are ordered, even ranks before odd ones, and each asks o
 edges all join even and odd ranks, half of the workers are active and half passive. A worker that dies during an average
 takes its own weights along, before or after the change.
 
+In an elastic job workers have their numbers in the job as ranks here. A newcomer takes the state of one worker before
+the others count it among them::
+
+    newcomer 4   READ ──► worker 0 ── state ──► x_4 = x_0 ── JOINED in the log ── averages with all
+
 Lian, Zhang, Zhang, Liu: Asynchronous decentralized parallel stochastic gradient descent (2018).
 """
 
@@ -27,7 +32,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -37,13 +42,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
+from syncline.control import poll
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.reduction import Stats
 from syncline.runtime import Task
 from syncline.server import server_network
 from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import check_gradients, trained
-from syncline.strategies.gossip.graphs import build_graph
+from syncline.strategies.gossip.graphs import GRAPHS, Graph, build_graph
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
 from syncline.strategies.parameter_server import loaded_clocks, saved_clocks
 from syncline.transports import Handle, Transport
@@ -62,13 +68,19 @@ HEADER = WireHeader(b"SLGP", version=1, fields="B2xQQ", padding=4)
 """Kind, 2 spare bytes, number, bytes of the row. The padding aligns the row."""
 HEADER_BYTES = HEADER.nbytes
 
-AVERAGE, READ, DONE, FINAL, OK, REFUSED = range(1, 7)
-"""Kinds of messages."""
+AVERAGE, READ, DONE, STATE, OK, REFUSED, JOINED = range(1, 8)
+"""Kinds of messages. STATE has a worker's state at a moment when none trains; its number tells which moment."""
 REQUEST_TAG = 1
 REPLY_TAGS = {AVERAGE: 2, READ: 3}
 """Two tags, because two tasks may send different requests to one worker at once."""
+NEWCOMER_TAG = 4
+"""The tag of READ and JOINED from a process that the receiver may not know yet."""
+FINAL = 0
+"""The number of the last STATE."""
 
 TORCH_TRANSPORT = "torch.distributed"
+CHECK_ENDED_EVERY_S = 0.5
+"""Seconds between two checks whether the job has ended, while a newcomer waits for the weights of a worker."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ class PairMessage:
             return ProtocolError(f"rank {peer} sent a message that is refused: {why}", peer=peer)
 
         kind, number, length = HEADER.read(data[:HEADER_BYTES].numpy().tobytes(), refuse)
-        if not AVERAGE <= kind <= REFUSED or length != data.numel() - HEADER_BYTES:
+        if not AVERAGE <= kind <= JOINED or length != data.numel() - HEADER_BYTES:
             raise refuse(f"kind {kind}, with {data.numel() - HEADER_BYTES} B instead of {length} B after its header")
         return PairMessage(kind, number, data[HEADER_BYTES:], peer)
 
@@ -139,13 +151,20 @@ class PairwisePeers:
     holds `lock`.
     """
 
-    def __init__(self, channel: Transport, state: Tensor, numel: int, stats: Stats) -> None:
+    def __init__(
+        self, channel: Transport, state: Tensor, numel: int, stats: Stats, members: Iterable[int] | None = None
+    ) -> None:
+        """`members` are the present workers of an elastic job, which others may join; else all ranks of the channel."""
         self.state, self.weights = state, state[:numel]
         self.changes = 0
         """How often an average has changed the weights."""
         self.requests = 0
         self.lost: dict[int, str] = {}
         """Lost peers, and the reason."""
+        self.leaving = False
+        """Whether all have the last weights, so that others may leave."""
+        self.on_joined: Callable[[], None] = lambda: None
+        """Called when a newcomer says that it takes part."""
         self.channel = channel
         self._stats = stats
         self._runtime = channel.runtime
@@ -153,15 +172,31 @@ class PairwisePeers:
         self._reading = self._runtime.lock()
         self._counting = self._runtime.lock()
         self._done: set[int] = set()
-        self._finals: dict[int, Tensor] = {}
+        self._states: dict[int, dict[int, Tensor]] = {FINAL: {}}
+        """By number and sender: the states of others at a moment when none trains."""
         self._news = self._runtime.event()
-        self._tasks: list[Task] = [
-            self._runtime.spawn(self._serve, peer, name=f"partner-{peer}") for peer in self.others()
-        ]
+        self.closed = False
+        """Whether all requests and replies have been stopped."""
+        self._tasks: dict[int, Task] = {}
+        """By worker: the task that replies to it."""
+        if members is not None:
+            self._tasks[channel.rank] = self._runtime.spawn(self._serve_newcomers, name="newcomers")
+        self.add(range(channel.size) if members is None else members)
+
+    def add(self, members: Iterable[int]) -> None:
+        """Reply to these workers too from now on. Several tasks may call it."""
+        with self._counting:
+            for peer in members:
+                if peer != self.channel.rank and peer not in self._tasks and not self.closed:
+                    self._tasks[peer] = self._runtime.spawn(self._serve, peer, name=f"partner-{peer}")
 
     def others(self) -> list[int]:
         """All other workers that are not known to be lost."""
-        return [peer for peer in range(self.channel.size) if peer != self.channel.rank and peer not in self.lost]
+        return [peer for peer in sorted(self._tasks) if peer != self.channel.rank and peer not in self.lost]
+
+    def name_of(self, peer: int) -> int:
+        """The number of a worker for messages. One that has joined later keeps its own."""
+        return self.channel.members[peer] if peer < len(self.channel.members) else peer
 
     # Requests to others.
 
@@ -174,6 +209,10 @@ class PairwisePeers:
             except PeerLostError as error:
                 self.forget(peer, str(error))
                 return None
+            except WorldError:
+                if self.closed:  # this worker was declared lost meanwhile
+                    return None
+                raise
             self.weights.sub_(moved)
             self.changes += 1
             return 2.0 * float(torch.linalg.vector_norm(moved))
@@ -196,6 +235,53 @@ class PairwisePeers:
                     self.forget(peer, str(error))
         return dict(sorted(states.items()))
 
+    def read_state(self, peer: int) -> Tensor:
+        """In a newcomer that is not among the workers yet: the current state of one of them."""
+        return self.request(peer, READ, None, NEWCOMER_TAG).wait().row(self.state.dtype, self.state.numel())
+
+    def announce(self) -> None:
+        """In a newcomer: tell the others that it takes part, so that they reply to it at once."""
+        for peer in self.others():
+            with suppress(PeerLostError):
+                self.channel.send(PairMessage.write(JOINED, 0), peer, NEWCOMER_TAG)
+
+    def exchange_states(self, number: int, alive: Callable[[], Iterable[int]], what: str) -> dict[int, Tensor]:
+        """The state of every worker that is alive, by rank. All call it with the same number while none trains.
+
+        A worker that is lost meanwhile may have sent its state to some of the others.
+        """
+        channel, now = self.channel, self._runtime.now
+        with self.lock:
+            own = self.state.clone()
+        with self._counting:
+            for earlier in [each for each in self._states if FINAL < each < number]:
+                del self._states[earlier]
+        message, sent = PairMessage.write(STATE, number, own), {channel.rank}
+        began = now()
+        for _ in poll(self._runtime):
+            living = list(alive())
+            for peer in [each for each in living if each not in sent]:
+                sent.add(peer)
+                with suppress(PeerLostError):  # `alive` soon says so, or this worker cannot reach it
+                    channel.send(message, peer, REQUEST_TAG)
+                    self._stats.sent(own.nbytes, own.nbytes)
+            with self._counting:
+                found = {**self._states.get(number, {}), channel.rank: own}
+            missing = [peer for peer in living if peer not in found]
+            if not missing:
+                return dict(sorted(found.items()))
+            if why := channel.gone_reason(channel.rank):
+                raise PeerLostError(f"worker {channel.rank} was declared lost ({why})", peer=channel.rank, pending=what)
+            if now() - began > channel.timeout:
+                raise PeerLostError(
+                    f"worker {channel.rank} has waited {channel.timeout:g} s for the weights of workers {missing} to "
+                    f"{what}: can the two reach each other?",
+                    peer=missing[0],
+                    pending=what,
+                    seconds=channel.timeout,
+                )
+        raise AssertionError("it polls for ever")
+
     def read_final(self, progress: Callable[[], object]) -> dict[int, Tensor]:
         """The state of every worker after all have stopped, the same on all workers. No requests follow.
 
@@ -205,17 +291,22 @@ class PairwisePeers:
         self._await("to end", self._done, progress)
         with self.lock:
             last = self.state.clone()
-        self._send_all(FINAL, last)
-        self._await("for the last weights of", self._finals, progress)
-        return dict(sorted({**self._finals, self.channel.rank: last}.items()))
+        self._send_all(STATE, last)
+        self._await("for the last weights of", self._states[FINAL], progress)
+        return dict(sorted({**self._states[FINAL], self.channel.rank: last}.items()))
 
     def close(self) -> None:
-        """Stop all requests and replies."""
-        if not all(task.done() for task in self._tasks):  # this worker leaves before all have sent their final state
+        """Stop all requests and replies. A second call does nothing."""
+        with self._counting:
+            if self.closed:
+                return
+            self.closed = True
+            tasks = list(self._tasks.values())
+        if not all(task.done() for task in tasks):  # this worker leaves before all have sent their final state
             self.channel.abort()
         self.channel.close()
 
-    def request(self, peer: int, kind: int, row: Tensor | None) -> _PendingReply:
+    def request(self, peer: int, kind: int, row: Tensor | None, tag: int = REQUEST_TAG) -> _PendingReply:
         """Send a request of that kind."""
         with self._counting:  # a task that reads and one that averages send requests at once
             self.requests += 1
@@ -223,13 +314,13 @@ class PairwisePeers:
         reply = message_buffer(self.weights if kind == AVERAGE else self.state)
         receiving = self.channel.recv(reply, peer, REPLY_TAGS[kind])
         message = PairMessage.write(kind, number, row)
-        sending = self.channel.send(message, peer, REQUEST_TAG)
+        sending = self.channel.send(message, peer, tag)
         if row is not None:
             self._stats.sent(row.nbytes, row.nbytes)
         return _PendingReply(peer, number, receiving, sending, reply, message)
 
     def _send_all(self, kind: int, row: Tensor | None) -> None:
-        message = PairMessage.write(kind, 0, row)
+        message = PairMessage.write(kind, FINAL, row)
         for peer in [peer for peer in self.lost if self.channel.members[peer] not in self.channel.lost()]:
             with suppress(SynclineError):  # a peer that was given up but is alive must not wait for this worker
                 self.channel.send(message, peer, REQUEST_TAG)
@@ -266,7 +357,8 @@ class PairwisePeers:
         """Continue without a peer."""
         if peer not in self.lost:
             self.lost[peer] = why
-            logger.warning("rank %d goes on without rank %d: %s", self.channel.rank, self.channel.members[peer], why)
+            level = logging.DEBUG if self.leaving else logging.WARNING
+            logger.log(level, "rank %d goes on without rank %d: %s", self.channel.rank, self.name_of(peer), why)
         self._news.set()
 
     # Requests from others.
@@ -274,7 +366,7 @@ class PairwisePeers:
     def _serve(self, peer: int) -> None:
         buffer = message_buffer(self.state)
         try:
-            while peer not in self._finals:
+            while peer not in self._states[FINAL]:
                 handle = self.channel.recv(buffer, peer, REQUEST_TAG)
                 handle.wait(math.inf)
                 try:
@@ -285,7 +377,24 @@ class PairwisePeers:
             if isinstance(error, PeerLostError):
                 self.forget(peer, str(error))
 
-    def _handle(self, message: PairMessage) -> None:
+    def _serve_newcomers(self) -> None:
+        """Reply to processes that may not be among the workers yet."""
+        buffer = message_buffer(None)
+        with suppress(SynclineError):  # this worker has closed the channel
+            while True:
+                handle = self.channel.recv(buffer, None, NEWCOMER_TAG)
+                handle.wait(math.inf)
+                try:
+                    message = PairMessage.read(buffer[: handle.nbytes], handle.source)
+                    if message.kind == READ:
+                        self._handle(message, waits=False)
+                    elif message.kind == JOINED:
+                        self.on_joined()
+                except (ProtocolError, PeerLostError) as error:
+                    logger.info("rank %d does not answer a newcomer: %s", self.channel.rank, error)
+
+    def _handle(self, message: PairMessage, waits: bool = True) -> None:
+        """Process a message. Without `waits` another one can be processed while a reply is on its way."""
         peer, dtype = message.peer, self.state.dtype
         if message.kind == AVERAGE:
             theirs = message.row(dtype, self.weights.numel())
@@ -303,17 +412,21 @@ class PairwisePeers:
             with self.lock:
                 state = self.state.clone()
                 self._stats.sent(state.nbytes, state.nbytes)
-            self._reply(message, OK, state)
-        elif message.kind == FINAL:
-            self._finals[peer] = message.row(dtype, self.state.numel()).clone()
+            self._reply(message, OK, state, waits)
+        elif message.kind == STATE:
+            row = message.row(dtype, self.state.numel()).clone()
+            with self._counting:
+                self._states.setdefault(message.number, {})[peer] = row
             self._news.set()
         elif message.kind == DONE:
             self._done.add(peer)
             self._news.set()
 
-    def _reply(self, request: PairMessage, kind: int, row: Tensor | None) -> None:
+    def _reply(self, request: PairMessage, kind: int, row: Tensor | None, waits: bool = True) -> None:
         data = PairMessage.write(kind, request.number, row)
-        self.channel.send(data, request.peer, REPLY_TAGS[request.kind]).wait()
+        sending = self.channel.send(data, request.peer, REPLY_TAGS[request.kind])
+        if waits:
+            sending.wait()
 
 
 class _PendingReply:
@@ -345,6 +458,8 @@ class PairwiseRun(AsynchronousRun):
 
     strategy: Gossip
     copies_weights = True
+    peers: PairwisePeers | None = None
+    """None in a world of one, unless others may join."""
 
     def setup(self) -> None:
         super().setup()
@@ -355,28 +470,48 @@ class PairwiseRun(AsynchronousRun):
                 "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
             )
         model, optimizer, world = self.model, self.optimizer, self.world
-        self.graph = build_graph(self.strategy.graph, self.communicator.size)
+        self.graph = build_graph(self.strategy.graph, self.usual_workers)
+        self._team_graph: tuple[tuple[int, ...], Graph] = ((), self.graph)
+        """In an elastic job: the present workers, and their graph."""
         self._names = trained(model)
         self.draws = 0
         """The number of random neighbours so far."""
         self._averaging: Task | None = None
         self._changes_at_snapshot = 0
+        self._steps_absorbed = self._steps_mixed = 0
+        """The steps of this worker that are in its weights, and those that were when it averaged last."""
         self._saved_weights = torch.empty(0, dtype=torch.float32)
         self.snapshot = _flat(list(self._names.values()))
         self._rounds_weights = any(each.dtype != self.snapshot.dtype for each in self._names.values())
         """Whether the model's dtype is less precise than the one in which weights are averaged."""
         buffers = _flat(self._averaged_buffers(model)).to(self.snapshot.dtype)
         state = torch.cat([self.snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
-        self.peers: PairwisePeers | None = None
-        if self.communicator.size > 1:
-            self.peers = PairwisePeers(_channel(world), state, self.snapshot.numel(), self.stats)
         self._now = torch.empty_like(self.snapshot)
-        self.open_channel(self._load_weights)
+        if self.admits_newcomers:
+            self._meet_peers(state)
+        else:
+            if self.communicator.size > 1:
+                self.peers = PairwisePeers(_channel(world), state, self.snapshot.numel(), self.stats)
+            self.open_channel(self._load_weights)
         self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             model.register_forward_pre_hook(ModuleHook(self._forward)),
         ]
+
+    def _meet_peers(self, state: Tensor) -> None:
+        """In an elastic job: open the channels of all workers, also of those that join later."""
+        network = server_network(self.world).transport
+        self.open_channel(self._load_weights, network)
+        self.raise_if_job_has_ended()
+        roll = self.roll
+        assert roll is not None, "newcomers are admitted"
+        channel = network.split_by_key(f"gossip {self._channel.number}")
+        self.peers = PairwisePeers(channel, state, self.snapshot.numel(), self.stats, roll.present())
+        self.peers.on_joined = roll.refresh
+        roll.on_read = self._follow_roll
+        self._channel.on_refresh = self._refresh_roll
+        self._channel.report_steps(0)  # from now on the roll is read in the background
 
     @property
     def config(self) -> dict[str, Any]:
@@ -401,6 +536,7 @@ class PairwiseRun(AsynchronousRun):
         if self._averaging is None:  # the model was not called as a whole
             self._begin_average()
         self._end_average()
+        self._raise_if_lost()
         self.stats.steps += 1
         self.absorb()
         self._channel.report_steps(self.stats.steps)
@@ -409,16 +545,16 @@ class PairwiseRun(AsynchronousRun):
         if self.peers is not None and (self.stats.steps + 1) % self.strategy.period == 0:
             peer = self._draw(self.peers)
             if peer is not None:
-                self.stats.next_round()
                 self._averaging = self.world.runtime.spawn(self._average_with, self.peers, peer, name="average")
 
     def _average_with(self, peers: PairwisePeers, peer: int) -> None:
+        self.stats.next_round()
         now = self.world.runtime.now
         began = now()
         distance = peers.average(peer)
         self.stats.reduced(began, now(), f"an average with rank {peer}")
         if distance is not None:  # of two random workers: 2·p/(p−1) times the squared distance from the mean
-            size = self.communicator.size
+            size = self.communicator.size if self.roll is None else 1 + len(peers.others())
             self.stats.consensus = distance * math.sqrt((size - 1) / (2 * size))
 
     def _end_average(self) -> None:
@@ -438,8 +574,9 @@ class PairwiseRun(AsynchronousRun):
 
     def _draw(self, peers: PairwisePeers) -> int | None:
         """A random neighbour that this worker may ask; if all of them are lost, any worker."""
-        rank, alive = self.communicator.rank, peers.others()
-        neighbours = {peer: weight for peer, weight in self.graph.neighbours(rank).items() if comes_before(rank, peer)}
+        rank, alive = peers.channel.rank, peers.others()
+        drawn = self.graph.neighbours(rank) if self.roll is None else self._present_neighbours(rank, alive)
+        neighbours = {peer: weight for peer, weight in drawn.items() if comes_before(rank, peer)}
         if not neighbours:
             return None
         left = {peer: weight for peer, weight in neighbours.items() if peer in alive}
@@ -450,6 +587,14 @@ class PairwiseRun(AsynchronousRun):
         generator = random.Random(f"{self.strategy.seed}/{rank}/{self.draws}")
         return generator.choices(list(left), list(left.values()))[0]
 
+    def _present_neighbours(self, rank: int, others: Sequence[int]) -> dict[int, float]:
+        """In an elastic job: the neighbours in the graph of the present workers, in the order of their numbers."""
+        team = tuple(sorted([*others, rank]))
+        if self._team_graph[0] != team:
+            self._team_graph = team, build_graph(self.strategy.graph, len(team))
+        neighbours = self._team_graph[1].neighbours(team.index(rank))
+        return {team[place]: weight for place, weight in neighbours.items()}
+
     def absorb(self) -> None:
         """Add the change of the snapshot to the weights, and take another snapshot."""
         peers = self.peers
@@ -459,6 +604,8 @@ class PairwiseRun(AsynchronousRun):
         with torch.no_grad(), peers.lock:
             _read(parameters, self._now)
             changed = peers.changes - self._changes_at_snapshot
+            if changed:
+                self._steps_mixed = self._steps_absorbed
             if changed or self._rounds_weights:
                 weights.add_(self._now.sub_(self.snapshot))
                 torch._foreach_copy_([each.detach() for each in parameters], _views(weights, parameters))
@@ -466,6 +613,7 @@ class PairwiseRun(AsynchronousRun):
                 weights.copy_(self._now)
             _read(parameters, self.snapshot)
             self._changes_at_snapshot = peers.changes
+            self._steps_absorbed = self.stats.steps
             self._publish_buffers(peers)
         self.stats.read_at(changed)
 
@@ -483,7 +631,32 @@ class PairwiseRun(AsynchronousRun):
         if self.peers is not None:
             with self.peers.lock:
                 self._publish_buffers(self.peers)
-        super().show_agreed()
+        if self.roll is None:
+            super().show_agreed()
+        elif not self.joining:
+            self.wait_for_all("enter agreed()")
+            self._write_mean_of_all("read the weights")
+
+    def _write_mean_of_all(self, what: str) -> None:
+        """In an elastic job: fill the model with the mean of all workers, the same on all. None trains meanwhile.
+
+        A worker that is lost counts only if all others have its state.
+        """
+        peers, roll = self.peers, self.roll
+        assert peers is not None
+        assert roll is not None
+        states = peers.exchange_states(roll.number, roll.alive, what)
+        counted = roll.agree(what, states)
+        if not counted or not states.keys() >= set(counted):
+            raise PeerLostError(
+                f"worker {roll.member} has the weights of workers {sorted(states)}, and the others take the mean of "
+                f"{counted}: they count this worker as lost",
+                peer=roll.member,
+                pending=what,
+            )
+        rows = [states[each] for each in counted]
+        self._write(self.model, rows)
+        self._note_consensus(rows, peers.weights.numel())
 
     def _publish_buffers(self, peers: PairwisePeers) -> None:
         """Copy this worker's buffers into the state that others read. The caller holds `peers.lock`."""
@@ -502,7 +675,10 @@ class PairwiseRun(AsynchronousRun):
             return
         rows = list(peers.read_all().values())
         self._write(model, rows)
-        weights = [row[: peers.weights.numel()].double() for row in rows]
+        self._note_consensus(rows, peers.weights.numel())
+
+    def _note_consensus(self, rows: Sequence[Tensor], numel: int) -> None:
+        weights = [row[:numel].double() for row in rows]
         mean = reduce(torch.add, weights) / len(weights)
         self.stats.consensus = math.sqrt(sum(float((row - mean).square().sum()) for row in weights) / len(weights))
 
@@ -531,14 +707,116 @@ class PairwiseRun(AsynchronousRun):
     def finish(self) -> None:
         self._end_average()
         self.absorb()
+        if self.roll is not None:
+            super().finish()
+            return
         self._channel.finish()
         if self.peers is not None:
             self._write(self.model, list(self.peers.read_final(self._channel.steps).values()))
+
+    def read_final(self) -> None:
+        self._write_mean_of_all("leave with the same model")
+        if self.peers is not None:
+            self.peers.leaving = True
 
     def detach(self) -> None:
         super().detach()
         if self.peers is not None:
             self.peers.close()
+
+    # Elastic jobs.
+
+    @property
+    def admits_newcomers(self) -> bool:  # type: ignore[override]
+        """A graph by its name can be made for any number of workers."""
+        named = self.strategy.graph in GRAPHS
+        return self.world.elastic is not None and named and not server_network(self.world).dedicated
+
+    @property
+    def elastic_refusal(self) -> str:
+        if self.admits_newcomers:
+            return ""
+        return (
+            f"{self.strategy!r} survives the loss of a worker, but no worker can join: take a graph by its name "
+            f"({', '.join(GRAPHS)}) and no servers, or leave --restart out"
+        )
+
+    def _refresh_roll(self) -> None:
+        if self.roll is not None:
+            self.roll.refresh()
+        self._refresh_claims()
+
+    def _follow_roll(self) -> None:
+        """Reply to workers that have joined, and ask lost ones no more. Several tasks may call it."""
+        peers, roll = self.peers, self.roll
+        if peers is None or roll is None:
+            return
+        lost = roll.lost()
+        if roll.member in lost:
+            peers.close()  # the others continue without this worker
+            return
+        peers.add(each for each in self._channel.members if each not in lost)
+        for peer in peers.others():
+            if peer in lost:
+                peers.forget(peer, lost[peer])
+
+    def _raise_if_lost(self) -> None:
+        """Raise if this worker was declared lost. It asks the store only then."""
+        if self.roll is not None and self.peers is not None and self.peers.closed:
+            self.roll.alive()
+
+    @property
+    def counted_steps(self) -> int:
+        """In an elastic job: the steps that others have a part of, if there are others."""
+        if self.roll is None or self.peers is None:
+            return super().counted_steps
+        return self._steps_mixed if self.peers.others() else self._steps_absorbed
+
+    def flush_steps(self) -> None:
+        """Average once more if this worker may ask another one. Else its latest steps may be lost with it."""
+        self._end_average()
+        if self.peers is not None and self._steps_mixed < self._steps_absorbed:
+            peer = self._draw(self.peers)
+            if peer is not None:
+                self._average_with(self.peers, peer)
+
+    def prepare_to_join(self) -> None:
+        """Take the weights and the buffers of one worker. Only then may others average with this one."""
+        peers, roll = self.peers, self.roll
+        assert peers is not None
+        assert roll is not None
+        for _ in poll(self.world.runtime):
+            self.raise_if_job_has_ended()
+            source = next((each for each in roll.present() if each in peers.others()), None)
+            if source is None:
+                continue  # those that this worker has lost are soon lost for all
+            reading = self.world.runtime.spawn(self._read_from, peers, source, name="weights of another")
+            while not reading.join(CHECK_ENDED_EVERY_S):
+                self.raise_if_job_has_ended()
+            if source not in peers.lost:
+                return
+
+    def _read_from(self, peers: PairwisePeers, source: int) -> None:
+        try:
+            state = peers.read_state(source)
+        except PeerLostError as error:
+            peers.forget(source, str(error))
+            return
+        with peers.lock:
+            peers.state.copy_(state)
+
+    def enter_training(self) -> None:
+        """Train from the weights that `prepare_to_join` has taken, which may have been averaged since."""
+        peers = self.peers
+        assert peers is not None
+        with torch.no_grad(), peers.lock:
+            self._write(self.model, [peers.state])
+            _read(list(self._names.values()), self.snapshot)
+            self._changes_at_snapshot = peers.changes
+        self.stats.steps = max(self._channel.steps())
+        self._steps_absorbed = self._steps_mixed = self.stats.steps
+        self._channel.report_steps(self.stats.steps)
+        peers.announce()
 
     # State.
 
@@ -612,8 +890,9 @@ def mean_of(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _channel(world: World) -> Transport:
-    """A channel that a lost member does not break, as gloo's would."""
-    base = server_network(world).transport if world.transport.name == TORCH_TRANSPORT else world.transport
+    """A channel that a lost member does not break, as gloo's and that of an elastic job's team would."""
+    breaks = world.elastic is not None or world.transport.name == TORCH_TRANSPORT
+    base = server_network(world).transport if breaks else world.transport
     channel = base.split(range(world.size))
     assert channel is not None, "every worker is a member"
     return channel

@@ -76,11 +76,12 @@ def join(
     label: str = "",
     name_of: Callable[[int], str] = "rank {}".format,
     name: str = "",
+    rank: int | None = None,
 ) -> ZmqTransport:
-    """Join a running world under the next rank. `place` is the rendezvous of its ranks.
+    """Join a running world. `place` is the rendezvous of its ranks.
 
     `label` and `name_of` are those of `connect`. `name` is this process's own name, if its launcher does not know it by
-    its rank.
+    its rank. `rank` is a number that no other process gets; by default it is the next one.
     """
     environment = Environment(source="a process that joins")
     store = open_store(environment, Rendezvous(place.address, place.port, hosted=True), timeout)
@@ -96,7 +97,7 @@ def join(
     with _closing_on_error(node):
         until = node.runtime.now() + timeout
         _await_members(node, place, until)
-        rank = node.membership.next_rank()
+        rank = node.membership.next_rank() if rank is None else rank
         node.join(rank, name)
         node.membership.refresh()
         while rank not in node.membership.members:

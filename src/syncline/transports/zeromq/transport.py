@@ -40,12 +40,21 @@ MAX_CLOSE_WAIT_S = 60.0
 
 
 class ZmqTransport(Transport):
-    """One rank's channel. The root channel reaches every rank of the world, also those that joined later."""
+    """One rank's channel. The root channel reaches every rank of the world, also those that joined later.
+
+    So do the channels that `split_by_key` makes of it. Each rank has its number in the world there.
+    """
 
     name = "zeromq"
 
     def __init__(
-        self, node: Node, members: tuple[int, ...], timeout: float, channel: str = "0", number: int | None = None
+        self,
+        node: Node,
+        members: tuple[int, ...],
+        timeout: float,
+        channel: str = "0",
+        number: int | None = None,
+        reaches_all: bool = False,
     ) -> None:
         """`number` is that of the channel in the header; by default a checksum of its name."""
         super().__init__(members.index(node.rank), len(members), node.runtime, timeout, members)
@@ -56,6 +65,7 @@ class ZmqTransport(Transport):
         self._mailbox: Mailbox = node.mailbox(self.channel_number)
         self._splits: Iterator[int] = count(1)
         self._root = channel == "0"
+        self._reaches_all = self._root or reaches_all
         self._closed = False
         self._aborted = False
         self.monitor = _ConnectionMonitor(self, node.liveness, channel)
@@ -66,7 +76,7 @@ class ZmqTransport(Transport):
         return self.node.membership.present()
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
-        rank = to if self._root else self.members[to]
+        rank = to if self._reaches_all else self.members[to]
         if rank == self.node.rank:
             self._mailbox.deliver(data.cpu().clone(), rank, tag)
             self.node.wake()
@@ -100,7 +110,7 @@ class ZmqTransport(Transport):
     def send_bytes(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
         if not (0 <= to < self.size and 0 <= tag < MAX_TAG):
             self._check(to, "to", tag)
-        rank = to if self._root else self.members[to]
+        rank = to if self._reaches_all else self.members[to]
         if rank != self.node.rank and not self._has_ended:
             nbytes = sum(map(len, parts))
             try:
@@ -115,7 +125,7 @@ class ZmqTransport(Transport):
     def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
         if not (0 <= source < self.size and 0 <= tag < MAX_TAG):
             self._check(source, "source", tag)
-        rank = source if self._root else self.members[source]
+        rank = source if self._reaches_all else self.members[source]
         posted = PostedReceive(EMPTY_BUFFER, rank, tag, False, max_bytes=max_bytes)
         return _BytesReceiveHandle(self, self._mailbox, self._mailbox.add(posted), EMPTY_BUFFER, source)
 
@@ -124,7 +134,7 @@ class ZmqTransport(Transport):
         return f"{self.node.name(self.rank_of(to))} to take {format_bytes(nbytes)}"
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
-        rank = source if source is None or self._root else self.members[source]
+        rank = source if source is None or self._reaches_all else self.members[source]
         target = torch.empty_like(data, device="cpu") if data.is_cuda else data
         posted = self._mailbox.post(target, rank, tag, exact)
         return _ReceiveHandle(self, self._mailbox, posted, data, source)
@@ -139,18 +149,18 @@ class ZmqTransport(Transport):
         return ZmqRequestListener(self, self._mailbox, tag, max_bytes, on_request, on_peer_lost)
 
     def _check(self, peer: int, what: str, tag: int) -> None:
-        if self._root and isinstance(peer, int) and peer >= self.size:
+        if self._reaches_all and isinstance(peer, int) and peer >= self.size:
             self.node.membership.find(peer)  # a rank that joined later; an unknown one is refused here
             peer = 0
         super()._check(peer, what, tag)
 
     def rank_of(self, place: int) -> int:
         """The world rank of a rank in this channel."""
-        return place if self._root else self.members[place]
+        return place if self._reaches_all else self.members[place]
 
     def place(self, rank: int) -> int:
         """The rank in this channel of a world rank."""
-        return rank if self._root else self.members.index(rank)
+        return rank if self._reaches_all else self.members.index(rank)
 
     def _split(self, members: tuple[int, ...]) -> Transport | None:
         number = next(self._splits)
@@ -159,6 +169,11 @@ class ZmqTransport(Transport):
         chosen = tuple(self.members[rank] for rank in members)
         name = f"{self._channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
         return ZmqTransport(self.node, chosen, self.timeout, name)
+
+    def split_by_key(self, key: str) -> Transport:
+        if not self._reaches_all:
+            raise WorldError("a channel of some ranks has no channel that reaches those that join later")
+        return ZmqTransport(self.node, self.members, self.timeout, f"{self._channel}/{key}", reaches_all=True)
 
     def control_store(self) -> KeyValueStore:
         return self.node.control_store
@@ -220,7 +235,7 @@ class ZmqTransport(Transport):
 
     def _describe_senders(self) -> str:
         """Which of the ranks that could have sent a message are gone."""
-        ranks = sorted(self.node.membership.members) if self._root else self.members
+        ranks = sorted(self.node.membership.members) if self._reaches_all else self.members
         others = [rank for rank in ranks if rank != self.node.rank]
         gone = {rank: reason for rank in others if (reason := self.node.gone(rank))}
         if not gone:

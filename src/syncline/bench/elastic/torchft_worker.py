@@ -143,8 +143,9 @@ def train(settings: ScriptSettings) -> None:
             optimizer.zero_grad()
             workload.loss(wrapped, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        metrics = workload.evaluate(model, workload.splits().validation)
-        journal.write(metrics=metrics, steps=manager.current_step())
+        if manager.current_step():  # a newcomer that comes after the end has no trained model
+            metrics = workload.evaluate(model, workload.splits().validation)
+            journal.write(metrics=metrics, steps=manager.current_step())
     finally:
         manager.shutdown(wait=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,24 @@ def large() -> torch.Tensor:
 def team(world: Here, name: str = "0.1.test") -> list[ZmqTransport]:
     """A channel of ranks 0 and 1."""
     return [ZmqTransport(rank.node, (0, 1), rank.timeout, name) for rank in world.ranks[:2]]
+
+
+def test_sockets_of_ranks_that_have_left_are_closed(here: Here) -> None:
+    """A job that loses and replaces many workers would run out of descriptors. The rank still counts as gone."""
+    first = here.ranks[0]
+    for _ in range(2):
+        later = come_later(here.port)
+        talk(later, first)
+        number = later.rank
+        assert number in first.node.peers
+        later.close()
+        until(partial(_absent, first, number), "its sockets are closed")
+        assert number in first.node.add_lost_callback(lambda rank: None)
+        assert first.gone_reason(number)
+
+
+def _absent(transport: ZmqTransport, rank: int) -> bool:
+    return rank not in transport.node.peers
 
 
 # Missing entries.

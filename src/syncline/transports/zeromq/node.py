@@ -332,6 +332,8 @@ class Node:
         self._closed_mailbox = Mailbox(runtime)
         self._closed_mailbox.close(_channel_closed)
         self.peers: dict[int, _Peer] = {}
+        self._released: set[int] = set()
+        """Lost peers whose sockets are closed."""
         self.verified: dict[bytes, _Peer | None] = {}
         """By routing id; None for a peer whose frames are dropped."""
         self.unverified = UnverifiedFrames()
@@ -415,7 +417,7 @@ class Node:
     def add_lost_callback(self, on_peer_lost: Callable[[int], None]) -> list[int]:
         """Call a function for each peer that is lost from now on, under locks. Returns those lost already."""
         self._on_peer_lost.append(on_peer_lost)
-        return [rank for rank, peer in list(self.peers.items()) if peer.connection.gone]
+        return sorted(self._released | {rank for rank, peer in list(self.peers.items()) if peer.connection.gone})
 
     def remove_lost_callback(self, on_peer_lost: Callable[[int], None]) -> None:
         """Stop calling the function."""
@@ -603,11 +605,16 @@ class Node:
             self._check_connections(now)
 
     def _check_connections(self, now: float) -> None:
-        """In an elastic job: find broken connections between two checks, and release those of lost peers."""
+        """In an elastic job: find broken connections between two checks."""
         for rank, peer in list(self.peers.items()):
             if not peer.connection.gone:
                 self._check_peer(rank, peer, now, ping=False)
-            elif self.membership.gone.get(rank):
+
+    def _release_lost_peers(self) -> None:
+        """Close the sockets of lost peers: a long job loses many, and each has several descriptors."""
+        for rank, peer in list(self.peers.items()):
+            if peer.connection.gone and self.membership.gone.get(rank):
+                self._released.add(rank)
                 del self.peers[rank]
                 peer.connection.close(partial(_release, peer))
                 for identity in [name for name, known in list(self.verified.items()) if known is peer]:
@@ -619,6 +626,7 @@ class Node:
             for peer in list(self.peers.values()):
                 peer.heard += now - self.last_check
         self.last_check = now
+        self._release_lost_peers()
         for entry in self.membership.news():
             if entry.kind != "joined" and entry.rank == self.rank:
                 self._fail(f"the others have declared this rank lost: {entry.reason}")

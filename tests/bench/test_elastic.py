@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from syncline.bench.elastic.analysis import (
 from syncline.bench.elastic.plan import ElasticPlan
 from syncline.bench.elastic.report import compare, failed, table
 from syncline.bench.elastic.runner import ProcessTable, unexpected_losses
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from tests.launch.runs import Runs
 
 END = {"metrics": {"accuracy": 0.9}, "steps": 1}
@@ -83,11 +85,18 @@ def test_newcomer_costs_the_others_their_longest_step_around_its_first() -> None
     journals = by_member(
         journal(0, [9.0, 10.0, 10.25, 10.5, 11.25, 11.5, 12.25, 14.0]),  # 1.5 s come later
         journal(1, [9.0, 10.0, 10.25, 10.5, 10.75, 11.0, 11.25, 11.5, 11.75, 12.0, 12.25, 14.0]),
-        journal(3, [11.25, 11.5], joined=True),
+        replace(journal(3, [11.25, 11.5], joined=True), began=10.375),
     )
     (found,) = admissions(journals, [], median_s=0.25)
-    assert (found.member, found.time, found.start_s) == (3, 11.25, 0.5)
+    assert (found.member, found.time, found.start_s) == (3, 11.25, 0.875)
     assert found.extra_s == {0: 0.5, 1: 0.0}
+
+
+def test_pause_that_began_before_the_newcomer_is_not_its_cost() -> None:
+    # As with torchft: a step is complete shortly after the kill, and the newcomer arrives in the pause that follows.
+    journals = by_member(journal(0, [9.0, 10.125, 15.125, 15.375]), journal(3, [15.125], joined=True))
+    (found,) = admissions(journals, [kill(10.0, 1)], median_s=0.25)
+    assert found.extra_s == {0: 0.0}
 
 
 def test_pause_of_a_kill_is_not_the_cost_of_a_newcomer() -> None:
@@ -140,7 +149,7 @@ def test_lost_and_doubled_pushes_are_found(applied: int, expected: PushCheck, lo
 
 
 def test_journals_on_disk_are_read_to_the_last_whole_line(tmp_path: Path) -> None:
-    first = {"member": 1, "pid": 7, "joined": False, "time": 0.5}
+    first = {"member": 1, "place": 3, "pid": 7, "joined": False, "time": 0.5}
     (tmp_path / "worker-1.txt").write_text(f"{json.dumps(first)}\n1.5 3 2 3 5\n2.5 4 2 4 7\n3.5 5")
     (tmp_path / "worker-0.txt").write_text(
         f'{json.dumps({**first, "member": 0, "joined": True})}\n{{"refused": "no"}}\n'
@@ -154,6 +163,15 @@ def test_journals_on_disk_are_read_to_the_last_whole_line(tmp_path: Path) -> Non
     processes = ProcessTable(os.getpid(), tmp_path)
     processes.note()
     assert (processes.workers(), processes.trained(), processes.last_step()) == ({0: 7, 1: 7}, {1: 7}, 4)
+    assert processes.place_of(1) == 3
+
+
+def test_a_process_that_uses_the_id_of_an_earlier_one_is_another(tmp_path: Path) -> None:
+    processes = ProcessTable(os.getpid(), tmp_path)
+    processes.note()
+    assert processes.lives(os.getpid())
+    processes.seen[os.getpid()] = "1"  # the start time of the earlier process
+    assert not processes.lives(os.getpid())
 
 
 def test_unexpected_losses_are_those_of_others_than_the_victims() -> None:
@@ -194,8 +212,22 @@ def test_strategies_are_compared_with_their_undisturbed_runs() -> None:
     assert (found["join_extra_s"]["max"], found["join_extra_steps"]["max"]) == (0.2, 2.0)
     plan = vars(ElasticPlan())
     text = table({"plan": plan, "runs": runs, "strategies": compare(runs)})
+    assert "steps ÷  next step" not in text, "there is nothing to compare with"
     assert "90 steps in 10 s, 1 kills, accuracy 0.9 (target 0.95 not reached)" in text
     assert "steps ÷ undisturbed              0.9 (n=1)" in text
+
+
+def test_contender_is_shown_beside_the_strategy() -> None:
+    runs = [result(), result(name="torchft-losses-1", strategy="torchft", steps=45, joins=[], pause_s=[[5.0, 5.5]])]
+    contenders = {"torchft": {"torchft-nightly": "2026.10.26", "heartbeat timeout": "5 s"}}
+    found = {"plan": vars(ElasticPlan()), "contenders": contenders, "runs": runs, "strategies": compare(runs)}
+    text = table(found)
+    assert "\ntorchft\n  torchft-nightly 2026.10.26, heartbeat timeout 5 s\n" in text
+    rows = [line.split() for line in text.splitlines()[-3:-1]]
+    assert rows == [
+        ["allreduce", "90", "0", "-", "0.5", "0.75", "1", "0.2"],
+        ["torchft", "45", "0", "-", "0.5", "5.5", "-", "-"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +257,10 @@ def test_runs_with_and_without_losses_take_turns() -> None:
         ("a", False, 30), ("a", True, 60), ("b", False, 30), ("b", True, 60),
     ]  # fmt: skip
     assert len({run.name for run in plan.schedule()}) == 8
+    plan = replace(plan, against=("torchft",), rounds=1)
+    assert [(run.strategy, run.name) for run in plan.schedule()][4:] == [
+        ("torchft", "torchft-losses-1"), ("torchft", "torchft-undisturbed-1"),
+    ]  # fmt: skip
     assert percentile([1.0], 0.95) == 1.0
 
 
@@ -243,6 +279,8 @@ def test_runs_with_and_without_losses_take_turns() -> None:
         ({"batch": 0}, "--batch 0"),
         ({"learning_rate": 0}, "--learning-rate 0"),
         ({"kill": "both"}, "there are no servers"),
+        ({"against": ("torchtf",)}, "did you mean 'torchft'"),
+        ({"against": ("torchft",), "servers": 2}, "torchft has no servers"),
         ({"kill": "servers", "servers": 2}, "add --replicas 2"),
     ],
 )
@@ -263,6 +301,32 @@ def test_job_that_loses_a_worker_is_measured(tmp_path: Path) -> None:
         assert found["steps"] > 0
         assert "kill to a survivor's next step" in run.out
         assert "of 6 s, 2 workers, step " in run.err
+        runs.assert_nothing_left()
+    finally:
+        runs.close()
+
+
+def test_missing_torchft_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(UnsupportedError, match=r"torchft is not installed here .*: pip install torchft-nightly=="):
+        ElasticPlan(against=("torchft(heartbeat_timeout=1)",)).check()
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
+def test_torchft_loses_the_same_worker(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    try:
+        options = ("-n", "2", "--seconds", "8", "--kill-every", "2", "--undisturbed", "0", "--out", "found")
+        fast = "torchft(heartbeat_timeout=0.5, group_timeout=0.5)"
+        run = runs.run("bench", "elastic", "--against", fast, *options)
+        assert f"written: {Path('found') / 'elastic.json'}" in run.out, run.describe()
+        document = json.loads((tmp_path / "found/elastic.json").read_text())
+        ours, theirs = document["runs"]
+        assert document["contenders"][fast]["heartbeat timeout"] == "0.5 s"
+        assert (ours["strategy"], theirs["strategy"]) == ("allreduce", fast)
+        assert theirs["kills"][0]["program"] == ours["kills"][0]["program"]
+        assert theirs["steps"] > 0
+        assert "the job ended well" in next(tmp_path.glob("found/torchft*/output.txt")).read_text()
         runs.assert_nothing_left()
     finally:
         runs.close()

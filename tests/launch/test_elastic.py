@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import Linear, Sequential, Tanh
 
+from syncline.checkpoint import latest, load
 from syncline.control import LogEntry
 from syncline.errors import SpecError
 from syncline.launch.elastic import open_control_log, started_members
@@ -269,6 +271,24 @@ def test_training_continues_and_a_restarted_worker_joins(runs: Runs, transport: 
     assert len({tuple(line[4:]) for line in lines}) == 1, "the same weights and steps on all"
     assert "team 2 continues with 2 workers (members [0, 2])" in run.err
     assert "team 3 continues with 3 workers (members [0, 2, 3])" in run.err
+
+
+def test_survivors_save_a_checkpoint_if_too_few_are_left(runs: Runs) -> None:
+    script = runs.script(TRAINING.replace("STRATEGY", '"allreduce"'))
+    run = runs.run("run", "-n", "3", "--elastic", "3:3", "--folder", "job", script)
+    assert run.code == 137, run.describe()
+    folder = runs.folder / "job" / "checkpoints"
+    step = latest(folder)
+    assert step is not None
+    assert step >= 5
+    assert f"2 workers are left, and the job needs at least 3: step {step} is saved in {folder}\n" in run.err
+    assert "syncline: 2 ranks are left of 3, and the job needs at least 3: it ends\n" in run.err
+    assert run.err.splitlines()[-1] == (
+        f"syncline: step {step} is saved in {folder}: to continue from there, call sl.load('{folder}', run=run) after "
+        "sl.distribute"
+    )
+    assert load(folder, run=Sequential(Linear(8, 64), Tanh(), Linear(64, 1))) == {"step": step}
+    runs.assert_nothing_left()
 
 
 LEAVING = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.control import MemoryStore
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.testing import hunt_cases
 from syncline.transports import Transport
 from syncline.transports.faults import Fault, Join, Kill, Partition
 from syncline.transports.simulated import SimulatedConnector, kill_rank
 from syncline.world import Simulation, World
-from syncline.world.elastic import check_elastic_engine
+from syncline.world.elastic import check_elastic_engine, compare_with_job, describe_job
 from tests.data.cases import Numbers
 from tests.hunting import seeds
 
@@ -184,6 +186,32 @@ def test_seeds_that_once_failed(name: str, seed: int) -> None:
     survive(*STRATEGIES[name])(seed)
 
 
+@pytest.mark.parametrize(
+    ("transport", "environ", "different"),
+    [
+        ("torch_dist", {"SYNCLINE_KEY": "a"}, "the transport is torch_dist here and zeromq at the others"),
+        ("zeromq", {"SYNCLINE_KEY": "b"}, "is the one with SHA-256 3e23e816… here and the one with SHA-256 ca978112…"),
+        ("zeromq", {}, "is none here and the one with SHA-256 ca978112… at the others"),
+    ],
+)
+def test_a_worker_with_another_transport_or_key_is_refused(
+    transport: str, environ: dict[str, str], different: str
+) -> None:
+    store = MemoryStore()
+    for _ in range(2):
+        compare_with_job(store, describe_job("zeromq", {"SYNCLINE_KEY": "a"}))
+    with pytest.raises(IncompatibleError, match=re.escape(different)):
+        compare_with_job(store, describe_job(transport, environ))
+
+
+def test_a_worker_with_another_version_is_refused() -> None:
+    store = MemoryStore()
+    ours = describe_job("zeromq", {})
+    compare_with_job(store, {**ours, "the version of Syncline": "0.0.1"})
+    with pytest.raises(IncompatibleError, match=r"the version of Syncline is .* here and 0\.0\.1 at"):
+        compare_with_job(store, ours)
+
+
 def test_the_survivors_repeat_the_step_with_their_own_gradients() -> None:
     """After a loss a step applies the mean over the survivors, exactly as a job of these workers would."""
 
@@ -217,7 +245,7 @@ def add_ones(world: World) -> float:
     return total
 
 
-@pytest.mark.parametrize("at", [0.006, 0.007, 0.008])
+@pytest.mark.parametrize("at", [0.005, 0.006, 0.0065])
 def test_a_second_loss_while_a_team_forms_costs_no_timeout(at: float) -> None:
     found = sl.simulate(add_ones, 5, elastic=(1, 5), faults=[Kill(1, at=0.0045), Kill(2, at=at)])
     assert found.results[0] == found.results[3] == found.results[4] == 3.0

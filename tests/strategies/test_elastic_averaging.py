@@ -150,7 +150,9 @@ def rounds_of(strategy: str, codec: str | None, seed: int) -> Iterator[Round]:
     for number in range(last):
         before = {member: record[number] for member, record in records.items() if number in record}
         after = {member: records[member][number + 1] for member in before if number + 1 in records[member]}
-        if after:  # workers without data complete a round in progress and take another one before they are recorded
+        team = {member for each in after.values() for member in each.team.members}
+        # A worker without data may complete a round and take another one before it is recorded: some are incomplete.
+        if after and team <= before.keys():
             yield Round(before, after, order)
 
 
@@ -276,6 +278,60 @@ def test_a_lost_worker_is_left_out_of_the_mean(strategy: str) -> None:
         assert all(torch.equal(found, left[0][1]) for _, found, _ in left)
 
     hunt_cases(check, seeds(6, 600), "check({seed})")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_count_if_all_workers_of_a_fraction_are_lost(victim: int) -> None:
+    def work(world: World) -> float:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with sl.distribute(model, optimizer, strategy="local(period=2, fraction=0.5)", algorithm="ring"):
+            for step in range(4):
+                if step == 1 and member_of(world) == victim:
+                    kill_rank(world.transport)
+                world.compute(0.1)
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+        return model.weight.item()
+
+    assert sl.simulate(work, 2, elastic=(1, 2)).results[1 - victim] == 1.0
+
+
+@pytest.mark.parametrize("seed", [17, 42])
+def test_adacomm_has_one_rate_after_a_loss_while_rates_are_compared(seed: int) -> None:
+    """Some workers have the sum of three rates, and the others take it over when their team has two members."""
+
+    def work(world: World) -> float:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, strategy="adacomm(start=1, interval=1)", algorithm="ring") as run:
+            for step in range(1, 5):
+                if step == 2 and member_of(world) == seed % 3:
+                    kill_rank(world.transport)
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 1)).sum()
+                run.note_loss(1.0)
+                loss.backward()
+                optimizer.step()
+            return float(strategy_run(run).state_dict()["shared"]["state"]["interval"]["top"])
+
+    found = sl.simulate(work, 3, elastic=(1, 3), seed=seed, chaos=True).results
+    assert [rate for rate in found if rate is not None] == pytest.approx([0.1, 0.1])
+
+
+def test_a_newcomer_to_adacomm_without_losses_takes_the_same_rounds() -> None:
+    def work(world: World) -> int:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, strategy="adacomm(start=2)", algorithm="ring") as run:
+            for batch in run.shard(DataLoader(Numbers(48), batch_size=2)):
+                world.compute(0.1)
+                model(batch.view(-1, 1).float()).sum().backward()
+                optimizer.step()
+        return world.size
+
+    assert sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.1)]).results == (3, 3, 3)
 
 
 def test_no_worker_joins_a_mean_that_is_taken_once() -> None:

@@ -124,3 +124,18 @@ def test_channel_with_a_member_that_is_lost_before_it_has_an_address_is_given_up
     factory = ProcessGroupFactory(HashStore(), liveness, TEST_TIMEOUT_S, "127.0.0.1", unused)
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
         factory.groups("team2", (0, 1), 0)
+
+
+def test_channels_that_close_in_the_background_are_closed_with_their_factory() -> None:
+    """In an elastic job training does not wait until gloo has closed the channels of the team before."""
+    nothing = SimpleNamespace(close=lambda: None)
+    liveness: Any = SimpleNamespace(elastic=True, runtime=RealRuntime(), links=None, close=nothing.close)
+    factory = ProcessGroupFactory(HashStore(), liveness, TEST_TIMEOUT_S, "127.0.0.1", nothing)
+    before = held()
+    groups = [factory.groups(f"team{number}", (0,), 0) for number in range(3)]
+    assert held()[1] > before[1]
+    for each in groups[:2]:
+        factory.release(each)
+        assert each.cpu is None
+    factory.close()
+    assert held() <= before

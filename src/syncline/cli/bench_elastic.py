@@ -5,6 +5,7 @@ examples:
   syncline bench elastic --strategy "allreduce;diloco(period=8)"     ten minutes of each, and as long without losses
   syncline bench elastic --undisturbed 60 --seconds 3600 --kill-every 60       one hour: is the memory flat?
   syncline bench elastic --lost freeze --lost-after 4                frozen instead of killed
+  syncline bench elastic --against torchft                           torchft with the same kills, beside allreduce
   syncline bench elastic --servers 2 --replicas 2 --kill both --strategy "ssp(slack=3)"
 
 Each strategy trains a workload as an elastic job of `syncline run`. Killed workers are started again. The table has the
@@ -30,6 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_placement_options(parser, "-n", "--servers", "--replicas", "--lost-after", help={"-n": "workers; default 4"})
     parser.add_argument(
         "--strategy", action="append", help="strategies, separated by ';' or given several times; default allreduce"
+    )
+    parser.add_argument(
+        "--against",
+        action="append",
+        metavar="torchft",
+        help="measure torchft with the same kills, too; it listens on all interfaces of this machine",
     )
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="of a run; default %(default)g")
     parser.add_argument(
@@ -59,9 +66,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
 
     names = ["seconds", "undisturbed", "kill_every", "kill", "lost", "lost_after", "servers", "replicas", "transport"]
     names += ["workload", "batch", "learning_rate", "rounds", "seed"]
-    specs = [spec.strip() for text in arguments.strategy or ["allreduce"] for spec in text.split(";") if spec.strip()]
     plan = ElasticPlan(
-        strategies=tuple(dict.fromkeys(specs)),
+        strategies=_read_specs(arguments.strategy or ["allreduce"]),
+        against=_read_specs(arguments.against or []),
         workers=Placement.read(arguments, default_ranks=4).ranks,
         **{name: getattr(arguments, name) for name in names},
     )
@@ -70,3 +77,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
     document = measure(plan, folder, lambda text: print(text, file=sys.stderr, flush=True))
     print(f"{table(document)}\n\nwritten: {folder / 'elastic.json'}")
     return int(any(failed(one) for one in document["runs"]))
+
+
+def _read_specs(texts: list[str]) -> tuple[str, ...]:
+    """Specs that are separated by ';' or given several times, each once.
+
+    >>> _read_specs(["allreduce; diloco", "allreduce"])
+    ('allreduce', 'diloco')
+    """
+    return tuple(dict.fromkeys(spec.strip() for text in texts for spec in text.split(";") if spec.strip()))

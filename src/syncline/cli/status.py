@@ -39,6 +39,9 @@ SENTENCES = {
     "ended": "member {member}: {reason}",
     "restart": "member {member} replaces member {replaces} after {after_s:.0f} s, restart {attempt}",
     "excluded": "host {host}: {reason}",
+    "ending": "{reason}",
+    "saved": "step {step} in {folder}",
+    "not saved": "step {step} in {folder}: {reason}",
     **dict.fromkeys(("lost", "left"), "member {member}: {reason}"),
 }
 """What is shown of an entry of the control log, by its kind."""

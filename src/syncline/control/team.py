@@ -28,9 +28,9 @@ __all__ = ["Arrival", "Team", "TeamFormation", "find_cut_off"]
 
 TEAM_KEY = "control/team"
 ARRIVE_KEY = "control/arrive"
-WAITING, TEAM, LOST, LEFT, LEAVE = "waiting", "team", "lost", "left", "leave"
+WAITING, TEAM, LOST, LEFT, LEAVE, ENDING = "waiting", "team", "lost", "left", "leave", "ending"
 """Kinds of log entries: a newcomer waits; a team was formed; a member is lost; a member has left by itself; a member
-must leave, says the launcher."""
+must leave, says the launcher; the launcher ends the job."""
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
 """Polling interval of the store in seconds while a team forms: at first, and at most."""
 
@@ -110,8 +110,11 @@ class TeamFormation:
         """Newcomers in the order of their requests, with the place in the data at which each waits."""
         self._gone: dict[int, str] = {}
         """Members that have left, or that others have declared lost, with the reason."""
-        self.short = False
-        """Whether this member waits for newcomers, because the team has fewer members than the minimum."""
+        self.stopped: Callable[[], str] = lambda: ""
+        """Why this member no longer waits for newcomers if the team has fewer members than the minimum; empty: it
+        does."""
+        self.ending = ""
+        """Why the launcher ends the job, as far as the log was read; empty if it does not."""
         self._must_leave: dict[int, str] = {}
         """Members that the launcher has asked to leave, with the reason."""
 
@@ -206,89 +209,94 @@ class TeamFormation:
         arrival: Arrival,
         place: tuple[str, int] | None = None,
         only: Collection[int] | None = None,
+        shrinks: bool = False,
     ) -> Team:
         """Wait for the other members of the team before, and return the next team.
 
         Newcomers that wait at `place` are admitted, and the minimum is demanded, only if the most advanced members are
         between two steps. `only`: the newcomers to which this member is connected in advance. Others wait longer.
+        `shrinks`: the minimum is not demanded. A team below it has no newcomers, and the same on all members.
         """
         generation = before.generation + 1
         self._arrive(generation, arrival)
         arrived: dict[int, Arrival] = {}
         missing: list[int] = []
         for _ in self._poll():
-            team = self._decided(generation)
-            if team is not None:
-                return team
+            decided = self._read_team(generation)
+            if decided is not None:
+                return self._take_part(decided)
             self._read_log()
             absent = self._absent()
-            for member in before.members:
-                key = f"{ARRIVE_KEY}/{generation}/{member}"
-                if member not in arrived and member not in absent and self._store.check([key]):
-                    arrived[member] = _read_arrival(json.loads(self._store.get(key)))
             missing = [member for member in before.members if member not in arrived and member not in absent]
-            if missing:
+            if missing and not self._store.check([_arrive_key(generation, member) for member in missing]):
                 continue
+            for member in missing:
+                arrived[member] = _read_arrival(json.loads(self._store.get(_arrive_key(generation, member))))
             if self.member in absent:
                 raise self._declared_lost(f"is not in team {generation}", absent[self.member])
             present = {member: arrived[member] for member in before.members if member not in absent}
             cut_off = find_cut_off(present)
             connected = tuple(member for member in present if member not in cut_off)
             team = Team(generation, connected, {member: present[member] for member in connected}, cut_off)
-            proposal = self._with_newcomers(team, absent, place, only)
-            self.short = proposal is None
+            proposal = self._with_newcomers(team, absent, place, only, shrinks)
             if proposal is not None:
-                self._propose(proposal)
-        return self._give_up(before, arrival, place, only, missing)
+                return self._take_part(self._propose(proposal))
+            if self.ending:
+                raise WorldError(f"the launcher ends the job: {self.ending}")
+            if reason := self.stopped():
+                raise WorldError(f"{self._describe_shortage(before)}; {reason}")
+        missing = [each for each in missing if not self._store.check([_arrive_key(generation, each)])]
+        return self._give_up(before, arrival, place, only, shrinks, missing)
 
     def _arrive(self, generation: int, arrival: Arrival) -> None:
         arrival = replace(arrival, unreachable=tuple(self._unreachable()))
-        self._store.set(f"{ARRIVE_KEY}/{generation}/{self.member}", json.dumps(asdict(arrival)))
+        self._store.set(_arrive_key(generation, self.member), json.dumps(asdict(arrival)))
 
     def _with_newcomers(
-        self, team: Team, absent: Mapping[int, str], place: tuple[str, int] | None, only: Collection[int] | None
+        self,
+        team: Team,
+        absent: Mapping[int, str],
+        place: tuple[str, int] | None,
+        only: Collection[int] | None,
+        shrinks: bool,
     ) -> Team | None:
         """The team, with newcomers where they can be admitted; None while it has fewer members than the minimum."""
         ahead = [member for member in team.members if team.completed(member) == team.operations]
+        with_state = tuple(member for member in team.members if team.completed(member) >= 0)
         if not all(team.arrivals[member].between_steps for member in ahead):
-            with_state = tuple(member for member in team.members if team.completed(member) >= 0)
             return replace(team, members=with_state)  # a newcomer without the state waits for the next step
         newcomers = self._newcomers(team, absent, place)[: max(0, self._maximum - len(team.members))]
         if only is not None and team.prepared:
             newcomers = [member for member in newcomers if member in only]
         members = (*team.members, *newcomers)
-        return replace(team, members=members) if len(members) >= self._minimum else None
+        if len(members) >= self._minimum:
+            return replace(team, members=members)
+        return replace(team, members=with_state) if shrinks and with_state else None
 
-    def _propose(self, team: Team) -> None:
+    def _propose(self, team: Team) -> Team:
+        """Propose a team. Returns the one that is decided: the first proposal."""
         arrivals = {str(member): asdict(team.arrivals[member]) for member in team.members if member in team.arrivals}
         cut_off = {str(member): reason for member, reason in team.cut_off.items()}
         text = json.dumps({"members": team.members, "arrivals": arrivals, "cut_off": cut_off})
-        self._store.compare_set(f"{TEAM_KEY}/{team.generation}", "", text)
+        decided = self._store.compare_set(f"{TEAM_KEY}/{team.generation}", "", text)
+        return _parse_team(team.generation, decided)
 
     def _read_team(self, generation: int) -> Team | None:
         """The team of a generation if it is decided."""
         key = f"{TEAM_KEY}/{generation}"
-        if not self._store.check([key]):
-            return None
-        found = json.loads(self._store.get(key))
-        arrivals = {int(member): _read_arrival(each) for member, each in found["arrivals"].items()}
-        cut_off = {int(member): str(reason) for member, reason in found.get("cut_off", {}).items()}
-        return Team(generation, tuple(found["members"]), arrivals, cut_off)
+        return _parse_team(generation, self._store.get(key)) if self._store.check([key]) else None
 
-    def _decided(self, generation: int) -> Team | None:
-        """The team of a generation if it is decided. The first of its members writes it into the log."""
-        team = self._read_team(generation)
-        if team is None:
-            return None
+    def _take_part(self, team: Team) -> Team:
+        """Continue in a decided team. The first of its members writes it into the log."""
         if self.member not in team.members:
-            reason = team.cut_off.get(self.member, "")
             raise self._declared_lost(
-                f"the others continue as team {generation} with members {list(team.members)}", reason
+                f"the others continue as team {team.generation} with members {list(team.members)}",
+                team.cut_off.get(self.member, ""),
             )
         if team.members[0] == self.member:
             for member, reason in team.cut_off.items():
                 self.log.append(LOST, member=member, reason=reason)
-            self.log.append(TEAM, generation=generation, team=list(team.members))
+            self.log.append(TEAM, generation=team.generation, team=list(team.members))
         return team
 
     def _give_up(
@@ -297,21 +305,26 @@ class TeamFormation:
         arrival: Arrival,
         place: tuple[str, int] | None,
         only: Collection[int] | None,
+        shrinks: bool,
         missing: list[int],
     ) -> Team:
         """The timeout has passed: declare the missing members lost, or end if too few are left."""
         if not missing:
-            absent = self._absent()
-            left = [member for member in before.members if member not in absent]
-            raise WorldError(
-                f"{len(left)} of {len(before.members)} workers are left (members {left}), and the job needs at least "
-                f"{self._minimum}: no other worker has joined within {self._timeout_s:.3g} s"
-            )
+            timeout = f"no other worker has joined within {self._timeout_s:.3g} s"
+            raise WorldError(f"{self._describe_shortage(before)}: {timeout}")
         for member in missing:
             reason = f"it has not reached the others within {self._timeout_s:.3g} s"
             self._gone[member] = reason
             self.log.append(LOST, member=member, reason=reason)
-        return self.form(before, arrival, place, only)
+        return self.form(before, arrival, place, only, shrinks)
+
+    def _describe_shortage(self, before: Team) -> str:
+        absent = self._absent()
+        left = [member for member in before.members if member not in absent]
+        return (
+            f"{len(left)} worker{'s are' if len(left) != 1 else ' is'} left (members {left}), and the job needs at "
+            f"least {self._minimum}"
+        )
 
     def _declared_lost(self, consequence: str, reason: str = "") -> WorldError:
         reason = reason or "it was stopped, cut off, or slower than the timeout"
@@ -337,6 +350,8 @@ class TeamFormation:
                 self._waiting[member] = (str(name), int(epoch))
             elif entry.kind == LEAVE:
                 self._must_leave[member] = str(entry.fields.get("reason", ""))
+            elif entry.kind == ENDING:
+                self.ending = str(entry.fields.get("reason", ""))
             elif entry.kind in (LOST, LEFT):
                 self._gone[member] = str(entry.fields.get("reason", ""))
 
@@ -351,6 +366,17 @@ class TeamFormation:
             pause = MIN_POLL_S if soon() else pause
             self._runtime.sleep(pause)
             paused, pause = paused + pause, min(2 * pause, MAX_POLL_S)
+
+
+def _arrive_key(generation: int, member: int) -> str:
+    return f"{ARRIVE_KEY}/{generation}/{member}"
+
+
+def _parse_team(generation: int, text: bytes) -> Team:
+    found = json.loads(text)
+    arrivals = {int(member): _read_arrival(each) for member, each in found["arrivals"].items()}
+    cut_off = {int(member): str(reason) for member, reason in found.get("cut_off", {}).items()}
+    return Team(generation, tuple(found["members"]), arrivals, cut_off)
 
 
 def _read_arrival(found: Mapping[str, Any]) -> Arrival:

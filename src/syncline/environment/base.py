@@ -13,6 +13,8 @@ from pathlib import Path
 from syncline.errors import WorldError
 
 __all__ = [
+    "JOB_FOLDER_VARIABLE",
+    "KEY_VARIABLE",
     "LEFT_CODE",
     "SAVES",
     "Environment",
@@ -27,6 +29,10 @@ __all__ = [
 
 LEFT_CODE = 128 + 15
 """The exit code of a worker that has left an elastic job politely. The launcher does not start it again."""
+KEY_VARIABLE = "SYNCLINE_KEY"
+"""The key of a world, the same in all its processes; "none" for none."""
+JOB_FOLDER_VARIABLE = "SYNCLINE_JOB_FOLDER"
+"""The folder of an elastic job, in which the last workers save a checkpoint. Set by the launcher."""
 SAVES = "SYNCLINE_SAVES"
 """Set by the launcher if ranks save and end on Ctrl-C and SIGTERM; servers and the evaluator then end after them."""
 

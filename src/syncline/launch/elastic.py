@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncline.environment.base import JOB_FOLDER_VARIABLE
 from syncline.errors import SpecError
 from syncline.launch.programs import ELASTIC_VARIABLE, ELASTIC_VARIABLES
 
@@ -56,14 +58,19 @@ class ElasticOptions:
         return f"{self.minimum}:{self.maximum}"
 
 
-def elastic_variables(limits: ElasticOptions | None, environ: Mapping[str, str]) -> dict[str, str]:
+def elastic_variables(
+    limits: ElasticOptions | None, environ: Mapping[str, str], folder: Path | None = None
+) -> dict[str, str]:
     """The variables of all programs of a job. Those of an outer job, inside which it is started, are emptied.
 
     >>> elastic_variables(ElasticOptions(2, 8), {"SYNCLINE_JOIN": "1"})
     {'SYNCLINE_JOIN': '', 'SYNCLINE_ELASTIC': '2:8'}
     """
     inherited = {name: "" for name in ELASTIC_VARIABLES if name in environ}
-    return inherited | ({} if limits is None else {ELASTIC_VARIABLE: str(limits)})
+    if limits is None:
+        return inherited
+    place = {} if folder is None else {JOB_FOLDER_VARIABLE: str(folder.absolute())}
+    return inherited | {ELASTIC_VARIABLE: str(limits)} | place
 
 
 def open_control_log(store: BoundedStore) -> ControlLog:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.environment.base import package_version
+from syncline.environment.base import KEY_VARIABLE, package_version
 from syncline.errors import ProtocolError, SpecError, WorldError
 from syncline.launch.elastic import ElasticOptions, bounded
 from syncline.launch.process_events import join_store
@@ -32,7 +32,7 @@ ANSWER_TIMEOUT_S = 5.0
 """Timeout of the connection to the store of a job, and of each question."""
 ENTERED_VARIABLE = "SYNCLINE_ENTERED"
 """Set in a command that has entered the network of a lab."""
-KEY_VARIABLE, RUN_ID_VARIABLE = "SYNCLINE_KEY", "SYNCLINE_RUN_ID"
+RUN_ID_VARIABLE = "SYNCLINE_RUN_ID"
 RUN_ID_KEY = "syncline/elastic/run"
 """The store's key of the job's id: another job may have taken the port of one that has ended."""
 

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,8 @@ def _run(job: JobRecord, store: BoundedStore, program: Program) -> int:
         code = supervisor.run()
         if supervisor.ended_early is not None:
             say(supervisor.ended_early)
+        elif code and not answers(job):
+            say("the job has ended meanwhile")
         rank.record_end(events, supervisor.failure)
     return code
 
@@ -104,7 +107,8 @@ class _LosableEvents(ProcessEvents):
 
     def post_dead(self, ended: ProcessExit) -> None:
         if answers(self._job):
-            super().post_dead(ended)
+            with suppress(RuntimeError):  # the job ends at this moment
+                super().post_dead(ended)
 
 
 class JoiningRank(FixedRanks):
@@ -122,11 +126,12 @@ class JoiningRank(FixedRanks):
         pid = processes.pids().get(self._program.name)
         if pid is None:  # Ctrl-C came first
             return
-        self._log.append("started", member=self._program.rank, host=socket.gethostname(), pid=pid)
-        # Several may join at once: those that the log has first are in.
-        members = list(started_members(self._log.read()))
-        if self._program.rank in members[self._job.maximum :]:
-            self._full = _full(self._job.maximum, self._job)
+        with suppress(RuntimeError):  # the job ends at this moment
+            self._log.append("started", member=self._program.rank, host=socket.gethostname(), pid=pid)
+            # Several may join at once: those that the log has first are in.
+            members = list(started_members(self._log.read()))
+            if self._program.rank in members[self._job.maximum :]:
+                self._full = _full(self._job.maximum, self._job)
 
     def record_exit(self, ended: ProcessExit) -> None:
         self._ended = ended
@@ -143,7 +148,8 @@ class JoiningRank(FixedRanks):
         if ended.failed and failure is None and not left:  # ended by a signal to this command
             events.post_dead(ended)
         reason = ended.reason() if ended.failed else "it ended well"
-        self._log.append("ended", member=ended.rank, code=ended.code, reason=reason)
+        with suppress(RuntimeError):  # the job ends at this moment
+            self._log.append("ended", member=ended.rank, code=ended.code, reason=reason)
 
     def reason_to_end(self) -> str | None:
         """A reason to end the rank: the job is full, or its store does not answer."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from syncline.environment.base import JOB_FOLDER_VARIABLE
 from syncline.errors import SpecError
 from syncline.launch.machine import cores
 
@@ -240,7 +241,7 @@ JOIN_VARIABLE = "SYNCLINE_JOIN"
 """Set for a rank that joins a running job."""
 LOCAL_RANK_VARIABLE = "SYNCLINE_LOCAL_RANK"
 """The local rank of a rank that joins a running job. Its LOCAL_RANK is 0, because it starts in a world of one rank."""
-ELASTIC_VARIABLES = (ELASTIC_VARIABLE, MEMBER_VARIABLE, JOIN_VARIABLE, LOCAL_RANK_VARIABLE)
+ELASTIC_VARIABLES = (ELASTIC_VARIABLE, MEMBER_VARIABLE, JOIN_VARIABLE, LOCAL_RANK_VARIABLE, JOB_FOLDER_VARIABLE)
 FORWARDED_PREFIXES = (
     *("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON"),
     *("SYNCLINE_", "HOROVOD_"),

@@ -37,7 +37,12 @@ HEALTHY_AFTER_S = 30.0
 HOST_FAILURES, HOST_FAILURES_WITHIN_S = 3, 600.0
 """A host on which so many ranks have failed within these seconds is left out, if another host has a free place."""
 JOINED_TIMEOUT_S = 20.0
-"""Seconds that ranks that have joined have to end after the ranks of the launcher have ended well."""
+"""Seconds that ranks that have joined have to end after the ranks of the launcher have ended."""
+CHECKPOINT_SENTENCES = {
+    "saved": "step {step} is saved in {folder}: to continue from there, call {load} after sl.distribute",
+    "not saved": "step {step} could not be saved in {folder}: {reason}",
+}
+"""What is said of the checkpoint of the last ranks, by the kind of their entry in the control log."""
 READ_LOG_EVERY_S = 1.0
 OWN_STORE_TIMEOUT_S = 600.0
 """Timeout in seconds of a call to the store, which this process serves itself; it may be suspended for a while."""
@@ -79,9 +84,17 @@ class FixedRanks:
         """The names of running ranks that other processes have started."""
         return []
 
+    def saving(self) -> bool:
+        """Whether ranks that have joined may still save a checkpoint, after too few of the others were left."""
+        return False
+
     def shortage(self) -> str | None:
         """A sentence with the numbers if fewer ranks are left than the job needs."""
         return None
+
+    def checkpoint(self) -> str:
+        """A sentence about the checkpoint that the last ranks have saved; empty if they have not tried to."""
+        return ""
 
     def summary(self) -> str:
         """A sentence about the losses that an elastic job has survived."""
@@ -145,6 +158,7 @@ class ElasticRanks(FixedRanks):
         self._joined: dict[int, str] = {}
         """Running ranks that other processes have started, with their hosts."""
         self._joined_done = 0
+        self._checkpoint = ""
         self._team: set[int] = set()
         """The members of the latest team that the ranks have formed."""
         self._log_read = clock()
@@ -325,6 +339,8 @@ class ElasticRanks(FixedRanks):
         for entry in self._log.read():
             if entry.kind == "team":
                 self._team = set(entry.fields.get("team", ()))
+            elif entry.kind in CHECKPOINT_SENTENCES:
+                self._checkpoint = CHECKPOINT_SENTENCES[entry.kind].format(**entry.fields)
             member = entry.fields.get("member")
             if member in self._own or not isinstance(member, int):
                 continue
@@ -352,6 +368,11 @@ class ElasticRanks(FixedRanks):
     def joined(self) -> list[str]:
         return [f"rank {member}" for member in self._joined]
 
+    def saving(self) -> bool:
+        self._read_log()
+        self._waiting_since = self._clock() if self._waiting_since is None else self._waiting_since
+        return bool(self._joined) and self._clock() - self._waiting_since < JOINED_TIMEOUT_S
+
     def expects_more(self) -> bool:
         if not self._finishing and any(slot.state == "waiting" for slot in self._slots):
             return True
@@ -374,10 +395,16 @@ class ElasticRanks(FixedRanks):
             self._short_since = self._clock() if self._short_since is None else self._short_since
             if self._clock() - self._short_since < self._hosts.shortage_timeout_s:
                 return None
-        return (
+        found = (
             f"{left} rank{'s are' if left != 1 else ' is'} left of {self._first}, and the job needs at least "
             f"{self._limits.minimum}: it ends"
         )
+        self._log.append("ending", reason=found)
+        return found
+
+    def checkpoint(self) -> str:
+        self._read_log()
+        return self._checkpoint
 
     def summary(self) -> str:
         lost = f"{self._lost} rank{'s were' if self._lost != 1 else ' was'} lost"

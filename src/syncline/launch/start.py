@@ -246,7 +246,7 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
     )
     limit = {} if job.silence_limit is None else {LOST_AFTER_VARIABLE: job.silence_limit}
     saves = {SAVES: "1"} if job.saves and not job.mpi else {}
-    elastic = elastic_variables(job.elastic, os.environ)
+    elastic = elastic_variables(job.elastic, os.environ, job.folder)
     variables = {**variables, **limit, **saves, **elastic, **job.variables, **common}
     if job.mpi:
         return mpiexec_programs(hosts, job.target, variables, job.servers, job.server, plain=job.plain_rank is not None)

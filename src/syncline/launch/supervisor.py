@@ -67,6 +67,8 @@ ENDED_EARLY = 124
 POLL_EVERY_S = 0.03
 EXIT_TIMEOUT_S = 5.0
 """Seconds between the request to end and the kill."""
+LAST_CHECKPOINT_TIMEOUT_S = 60.0
+"""The same for the last ranks of an elastic job, which save a checkpoint. Nobody else waits for their end."""
 SAVE_TIMEOUT_S = 20.0
 """The same for ranks that save before they end. Slurm and Kubernetes kill after 30 s."""
 STOPPED = 128 + signal.SIGINT
@@ -182,6 +184,8 @@ class Supervisor:
     def _is_over(self) -> bool:
         if self._processes.running():
             return False
+        if self._shortage is not None and not self._signalled() and self._elastic.saving():
+            return False
         return self._ending_since is not None or self._signalled() or not self._elastic.expects_more()
 
     def _gives_up(self) -> bool:
@@ -202,7 +206,8 @@ class Supervisor:
             if self._saves and one.rank is not None and one.code == STOPPED:
                 self._stopped = True
             elif self._elastic.has_left(one):
-                self._say(f"{one.name} has left the job, and the others go on")
+                if self._ending_since is None:
+                    self._say(f"{one.name} has left the job, and the others go on")
             elif one.failed and self._ending_since is None:
                 self._fail(one)
                 continue
@@ -234,7 +239,8 @@ class Supervisor:
         now = time.monotonic()
         if self._signals:
             first, since = self._signals[0]
-            again = self._signals[-1][1] - since > SAME_SIGNAL_S
+            ending = self._ending_since is not None and self._ending_since < since
+            again = self._signals[-1][1] - since > SAME_SIGNAL_S or (ending and first == signal.SIGINT)
             self._request_end_of_ranks(FORWARDED[signal.Signals(first)], now)
             if again:
                 self._processes.signal(signal.SIGKILL)
@@ -251,6 +257,7 @@ class Supervisor:
                 self._processes.kill(name)
             if self._too_few_left():
                 self._request_end_of_ranks(signal.SIGTERM, now)
+                self._grace = LAST_CHECKPOINT_TIMEOUT_S
         if self._tick is not None and self._ending_since is None:
             self.ended_early = self._tick()
             if self.ended_early is not None:
@@ -314,7 +321,7 @@ class Supervisor:
     def _wait_for_end(self, seconds: float) -> None:
         if seconds > self._grace:
             self._processes.signal(signal.SIGKILL)
-        elif seconds > CHECK_EVERY_S and "" not in self._reported:
+        elif seconds > CHECK_EVERY_S and "" not in self._reported and self._processes.running():
             self._reported.add("")
             names = ", ".join(self._processes.running())
             left = self._grace - CHECK_EVERY_S
@@ -354,6 +361,8 @@ class Supervisor:
             return 128 + self._signals[0][0]
         if self.ended_early is not None:
             return ENDED_EARLY
+        if self._shortage is not None and (text := self._elastic.checkpoint()):
+            self._say(text)
         if not self._failures:
             return LEFT_CODE if self._shortage is not None else STOPPED if self._stopped else 0
         failures = list(self._failures.values())

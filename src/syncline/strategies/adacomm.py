@@ -154,10 +154,11 @@ class _AdaCommRun(LocalRun):
     def _mean_loss(self) -> tuple[float | None, float]:
         """The mean loss of this interval and the mean rate over the workers. The loss is None if no worker has one."""
         rate = next((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), 0.0)
-        own = torch.tensor([float(self._sum), float(self._count), rate], dtype=torch.float64)
-        total, count, rates = allreduce(own, op="sum", group=self.communicator.group).tolist()
+        own = torch.tensor([float(self._sum), float(self._count), rate, 1.0], dtype=torch.float64)
+        # The last number counts the workers in the sum: the present team of an elastic job may be another one.
+        total, count, rates, workers = allreduce(own, op="sum", group=self.communicator.group).tolist()
         self.stats.sent(own.nbytes, own.nbytes)
-        return total / count if count else None, rates / self.communicator.size
+        return total / count if count else None, rates / workers
 
     def _begin_interval(self) -> None:
         self._steps, self._began = 0, self.world.runtime.now()
@@ -182,6 +183,7 @@ class _AdaCommRun(LocalRun):
             "first": self._first,
             "top": self._top,
             "slower": self._slower,
+            "warned": self._warned,
         }
         return super().shared_state() | {"interval": interval}
 
@@ -192,6 +194,7 @@ class _AdaCommRun(LocalRun):
             self._steps, self._began = int(interval["steps"]), self.world.runtime.now() - float(interval["seconds"])
             self._first = None if interval["first"] is None else float(interval["first"])
             self._top, self._slower = float(interval["top"]), float(interval["slower"])
+            self._warned = bool(interval.get("warned", False))  # decides whether a round compares losses
 
     def own_state(self) -> dict[str, Any]:
         return {"sum": float(self._sum), "count": self._count}

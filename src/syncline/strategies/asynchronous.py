@@ -340,6 +340,7 @@ class AsynchronousRun(StrategyRun):
                     pending=f"epoch {place.epoch}",
                     seconds=timeout_s,
                 )
+        elastic.compare_runs()
         self._load_schedule()
         self.enter_training()
         elastic.enter_alone(roll.present())

@@ -578,7 +578,7 @@ class StrategyRun(Run):
         if not self.has_untrained_batches:  # a newcomer starts from weights that all have
             if elastic.changes_team:
                 self.complete_in_flight()
-            elastic.between_steps(self.world)
+            due |= elastic.between_steps(self.world, lambda: self._share_missed_steps(missed))
         return due
 
     def catch_up(self, missed: int) -> bool:
@@ -587,9 +587,12 @@ class StrategyRun(Run):
         if elastic is None or not elastic.idle_after_loss:
             return False
         elastic.idle_after_loss = False
+        self._share_missed_steps(missed)
+        return True
+
+    def _share_missed_steps(self, missed: int) -> None:
         self.share_steps(missed)
         self.uneven.forget_rates()
-        return True
 
     def share_steps(self, missed: int) -> None:
         """Bring workers that have missed steps up to date. Every worker calls it."""

@@ -182,13 +182,11 @@ class LocalRun(AveragingRun):
     # Rounds.
 
     def sync(self, active: bool = True) -> int:
-        weight = 1.0 if self.rule.fraction == 1.0 or self._counts() else 0.0
         if self._base is None:
-            reduction = self.deltas.reduce([each.clone() for each in self.weights], weight, active)
-            means, alive = self.deltas.finish(reduction)
+            means, alive = self._mean(self.weights, active)
         else:
             changes = [each - before for each, before in zip(self.weights, self._base, strict=True)]
-            mean_changes, alive = self.deltas.finish(self.deltas.reduce(changes, weight, active))
+            mean_changes, alive = self._mean(changes, active)
             means = [before.add_(change) for before, change in zip(self._base, mean_changes, strict=True)]
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             self.note_consensus(means)
@@ -200,6 +198,17 @@ class LocalRun(AveragingRun):
         self.stats.staleness = 0
         self.after_sync()
         return alive
+
+    def _mean(self, values: Sequence[Tensor], active: bool) -> tuple[list[Tensor], int]:
+        """The mean over the workers that count in this round, and how many workers have data."""
+        weight = 1.0 if self.rule.fraction == 1.0 or self._counts() else 0.0
+        while True:
+            reduction = self.deltas.reduce([each.clone() for each in values], weight, active)
+            counted = reduction.complete().weight
+            found = self.deltas.finish(reduction)
+            if counted > 0:
+                return found
+            weight = 1.0  # an elastic job has lost all workers that count: the others do
 
     def after_sync(self) -> None:
         """Called at the end of a round, when all workers have the same weights."""

@@ -18,6 +18,7 @@ from syncline.errors import IncompatibleError, SpecError, warn_deprecated
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
 from syncline.strategies import Run, RunSettings, Strategy, build_strategy
 from syncline.strategies.model_watch import refuse_wrapped, refuse_wrapper_around
+from syncline.training.last_checkpoint import save_for_later
 from syncline.training.signals import leave_on_signals
 from syncline.world import World, current_world
 
@@ -130,6 +131,7 @@ def _prepare_elastic(
     kinds = ", ".join(type(each).__name__ for each in optimizers)  # rates may depend on the number of workers
     chosen = {"the strategy": repr(strategy), "the codec": repr(codec), "the optimizer": kinds}
     world.elastic.compare_run(world, {**chosen, **_describe_model(model)})
+    world.elastic.save_for_later = lambda: save_for_later(world)
     leave_on_signals(world)
 
 

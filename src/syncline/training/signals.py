@@ -65,7 +65,7 @@ def leave_on_signals(world: World) -> None:
     def leave(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         elastic.leave_reason = f"it received {signal.Signals(number).name}"
-        if elastic.joining or elastic.formation.short:  # no step follows
+        if elastic.joining:  # no step follows
             raise SystemExit(LEFT_CODE)
 
     for number in PREEMPTION_SIGNALS:

@@ -15,6 +15,7 @@ Newcomers are admitted between two steps, when all members know that one waits. 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 import time
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from syncline.control import Arrival, Team, TeamFormation
-from syncline.environment.base import LEFT_CODE
+from syncline.environment.base import KEY_VARIABLE, LEFT_CODE, package_version
 from syncline.errors import (
     IncompatibleError,
     PeerLostError,
@@ -35,6 +36,7 @@ from syncline.errors import (
 )
 from syncline.state_trees import pack
 from syncline.transports import SingleTransport, TeamConnector, Transport
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.world.team_channels import (
     Introducer,
     Introduction,
@@ -60,6 +62,8 @@ __all__ = [
     "TeamChange",
     "TeamListener",
     "check_elastic_engine",
+    "compare_with_job",
+    "describe_job",
     "read_elastic",
 ]
 
@@ -74,6 +78,8 @@ MEMBER_VARIABLE = "SYNCLINE_MEMBER"
 JOIN_VARIABLE = "SYNCLINE_JOIN"
 """Set if this process joins a job that trains already."""
 PROGRESS_KEY = "control/progress"
+JOB_KEY = "control/job"
+"""The version of Syncline, the transport and the key of the job, as its first worker has written them."""
 RUN_KEY = "control/run"
 """Under it, and the number of a run, is the description of its model, optimizers, strategy and codec."""
 ELASTIC_ENGINES = {"torch_dist": "TorchConnector", "zeromq": "ZmqConnector"}
@@ -121,6 +127,38 @@ def read_elastic(environ: Mapping[str, str]) -> ElasticLimits | None:
         )
     joins = environ.get(JOIN_VARIABLE, "") == "1"
     return ElasticLimits(minimum=int(least), maximum=int(most), member=int(member), joins=joins)
+
+
+def describe_job(transport: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What must be the same in all processes of a job. Of the key only a fingerprint.
+
+    >>> sorted(describe_job("zeromq", {"SYNCLINE_KEY": "none"}).items())[0]
+    ('the key (SYNCLINE_KEY)', 'none')
+    """
+    key = environ.get(KEY_VARIABLE) or "none"
+    fingerprint = key if key == "none" else f"the one with SHA-256 {hashlib.sha256(key.encode()).hexdigest()[:8]}…"
+    return {
+        "the version of Syncline": package_version(),
+        "the transport": transport,
+        f"the key ({KEY_VARIABLE})": fingerprint,
+    }
+
+
+def compare_with_job(store: KeyValueStore, description: Mapping[str, str], key: str = JOB_KEY) -> None:
+    """Refuse a process whose description differs from that of the first one that has called it."""
+    text = json.dumps(description)
+    _refuse_difference(json.loads(store.compare_set(key, "", text)), description)
+
+
+def _refuse_difference(others: Mapping[str, str], own: Mapping[str, str]) -> None:
+    names = [name for name in {**others, **own} if others.get(name) != own.get(name)]
+    if names:
+        mine, theirs = (each.get(names[0], "missing") for each in (own, others))
+        raise IncompatibleError(
+            f"this worker cannot join: {names[0]} is {mine} here and {theirs} at the others"
+            + (f" ({len(names) - 1} more differ)" if len(names) > 1 else "")
+            + "; a worker joins with the same script, Syncline, transport and key"
+        )
 
 
 class DataPlace(NamedTuple):
@@ -251,6 +289,9 @@ class Elastic:
         repeated, and newcomers receive no state."""
         self.leave_reason = ""
         """Why this member leaves after the present step; empty if it does not. A signal handler may set it."""
+        self.formation.stopped = lambda: self.leave_reason
+        self.save_for_later: Callable[[], None] = lambda: None
+        """Saves a checkpoint, with all members of a team that has fewer than the minimum."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
@@ -261,6 +302,8 @@ class Elastic:
         """Whether the data changes to the present team in the next operation, because the others are a batch ahead."""
         self._behind = False
         """Whether the data changes to the present team after this step, because the others are between two steps."""
+        self._others_save = False
+        """Whether the team had too few members after the operation whose result was taken from another member."""
         self._inside = False
         self._last: Any = None
         """The result of the latest operation and what is known after it, for members that are behind."""
@@ -271,7 +314,8 @@ class Elastic:
         self._checked = -CHECK_EVERY_S
         self._reported = -REPORT_EVERY_S
         self._newcomer_seen = False
-        self._runs_made = 0
+        self._descriptions: list[Mapping[str, str]] = []
+        """Of the runs that this process has made."""
 
     # The first team.
 
@@ -332,7 +376,7 @@ class Elastic:
         self.operations += 1
         if operation.trains:
             self.data_changed = False
-        self._last = (operation.result(value), self.newcomers_known, self.idle_after_loss)
+        self._last = (operation.result(value), self.newcomers_known, self.idle_after_loss, self._too_few)
         return value
 
     def _refuse(self, world: World, error: SynclineError) -> None:
@@ -413,25 +457,23 @@ class Elastic:
     def compare_run(self, world: World, description: Mapping[str, str]) -> None:
         """Refuse a newcomer whose run differs from the others', before it asks to join. Called for each new run.
 
-        Rank 0 of the first team writes the description of each run into the store.
+        The first member writes the description of each run into the store.
         """
-        number, self._runs_made = self._runs_made, self._runs_made + 1
-        key, store = f"{RUN_KEY}/{number}", self.connector.store
-        if not self.joining:
-            if world.rank == 0 and not store.check([key]):
-                store.set(key, json.dumps(description))
-            return
-        if not store.check([key]):
-            return
-        others: dict[str, str] = json.loads(store.get(key))
-        names = [name for name in {**others, **description} if others.get(name) != description.get(name)]
-        if names:
-            mine, theirs = (each.get(names[0], "missing") for each in (description, others))
-            raise IncompatibleError(
-                f"this worker cannot join: {names[0]} is {mine} here and {theirs} at the others"
-                + (f" ({len(names) - 1} more differ)" if len(names) > 1 else "")
-                + "; a worker joins with the same script"
-            )
+        self._descriptions.append(description)
+        if self.joining:
+            self.compare_runs()
+        else:
+            key = f"{RUN_KEY}/{len(self._descriptions) - 1}"
+            self.connector.store.compare_set(key, "", json.dumps(description))
+
+    def compare_runs(self) -> bool:
+        """In a newcomer: compare its runs with those that the others have made. Returns whether they have made all."""
+        store = self.connector.store
+        keys = [f"{RUN_KEY}/{number}" for number in range(len(self._descriptions))]
+        made = [key for key in keys if store.check([key])]
+        for key, description in zip(made, self._descriptions, strict=False):
+            _refuse_difference(json.loads(store.get(key)), description)
+        return made == keys
 
     def report_newcomers(self) -> int:
         """What this member reports about newcomers in its next reduction, which sums it over the team.
@@ -499,29 +541,57 @@ class Elastic:
     def changes_team(self) -> bool:
         """Whether the next call of `between_steps` admits newcomers, or a member leaves there."""
         connected = self._admission_due or self._preparations >= MAX_PREPARATIONS
-        few = len(self.team.members) < self.limits.minimum
-        return few or self._departure_known or (self.newcomers_known and connected)
+        return self._too_few or self._departure_known or (self.newcomers_known and connected)
 
-    def between_steps(self, world: World) -> None:
-        """Admit newcomers that all members know of, or wait for some if too few members are left.
+    @property
+    def _too_few(self) -> bool:
+        return len(self.team.members) < self.limits.minimum
 
-        A member that leaves does so here: its last step is complete.
+    def between_steps(self, world: World, share_steps: Callable[[], None] = lambda: None) -> bool:
+        """Admit newcomers that all members know of. A member that leaves does so here: its last step is complete.
+
+        If too few members are left, they save a checkpoint and wait for newcomers. Before that `share_steps` brings
+        members that have missed steps up to date. Returns whether it was called.
         """
-        if self._inside or self.joining or self._postponed:  # postponed: the others are a batch ahead
-            return
+        others_save, self._others_save = self._others_save, False
+        if self._inside or self.joining:
+            return False
+        if self._postponed and not others_save:  # the others are a batch ahead
+            return False
+        behind, saved = self._behind, False
+        while True:
+            self._catch_up_with_data(world)
+            if self._too_few:
+                saved = True
+                share_steps()
+                self.save_for_later()
+                self._catch_up_with_data(world)
+            elif behind:  # the others have changed the team here already
+                return False
+            alone = len(self.team.members) == 1
+            if self.leave_reason and (self._departure_known or self._too_few or alone):
+                self._leave(world, self.leave_reason)
+            if not self.changes_team:
+                break
+            self._change_between_steps(world)
+        if self.newcomers_known and self._preparation is None:
+            self._prepare()
+        return saved
+
+    def _catch_up_with_data(self, world: World) -> None:
         if self._behind:
             self._behind = False
             self._change_data(world, self._describe_change(self.team, trained=True))
-            return
-        if self.leave_reason and (self._departure_known or len(self.team.members) == 1):
-            self._leave(world, self.leave_reason)
-        if not self.changes_team:
-            if self.newcomers_known and self._preparation is None:
-                self._prepare()
-            return
-        self._inside = True
+
+    def _change_between_steps(self, world: World) -> None:
+        """Form the next team. The first one with too few members does not wait for newcomers: it saves before."""
+        waits, self._inside = self._too_few, True
         try:
             self._change_team(world, None, None)
+        except WorldError as error:
+            if waits and (self.leave_reason or self.formation.ending):
+                self._leave(world, str(error))
+            raise
         finally:
             self._inside = False
 
@@ -530,6 +600,10 @@ class Elastic:
 
         Returns False if the others have passed that place.
         """
+        waited_s = 0.0
+        while not self._has_passed(place) and not self.compare_runs() and waited_s < self._timeout_s:
+            self.connector.runtime.sleep(CHECK_EVERY_S)  # the others have not made their runs yet
+            waited_s += CHECK_EVERY_S
         if self._has_passed(place):
             return False
         self.formation.ask_to_join(place)
@@ -628,7 +702,7 @@ class Elastic:
             prepared = self._preparation.number if self._preparation is not None and ready else 0
             arrival = Arrival(self.operations, between_steps=operation is None, prepared=prepared)
             only = self._preparation.members if self._preparation is not None and prepared else None
-            self.team = self.formation.form(self.team, arrival, self._place, only)
+            self.team = self.formation.form(self.team, arrival, self._place, only, not self._too_few)
             try:
                 return self._install(world, operation)
             except (PeerLostError, ProtocolError) as again:
@@ -739,7 +813,7 @@ class Elastic:
             return None
         if operation is None:
             raise WorldError(f"member {self.limits.member} is behind the others between two steps")
-        found, self.newcomers_known, self.idle_after_loss = result
+        found, self.newcomers_known, self.idle_after_loss, self._others_save = result
         return (found,)
 
     def _send_state_to_newcomers(self, world: World, root: int) -> None:

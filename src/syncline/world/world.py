@@ -31,6 +31,8 @@ from syncline.world.elastic import (
     ElasticLimits,
     TeamListener,
     check_elastic_engine,
+    compare_with_job,
+    describe_job,
     read_elastic,
 )
 from syncline.world.group import Group
@@ -511,6 +513,11 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
     engine = importlib.import_module(f"syncline.transports.{name}")
     connector = getattr(engine, ELASTIC_ENGINES[name])(environment, options.timeout, limits.member)
     launched = int(os.environ.get(WORKERS_VARIABLE) or environment.size)  # a newcomer is launched alone
+    try:
+        compare_with_job(connector.store, describe_job(name, os.environ))
+    except BaseException:
+        connector.close()
+        raise
     world = elastic_world(
         Elastic(connector, limits, launched, options.timeout), environment, options.check, options.timeout
     )

@@ -25,14 +25,14 @@ from syncline.world import World
 __all__ = ["ForeignRun", "find_package", "process_group"]
 
 
-def find_package(name: str, release: str) -> ModuleType:
+def find_package(name: str, requirement: str) -> ModuleType:
     """Import a package, or raise an `UnsupportedError` that says how to install it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the packages use deprecated functions of torch
             return importlib.import_module(name)
     except ImportError as error:
-        raise UnsupportedError(f"{name} is not installed here ({error}): pip install {name}=={release}") from None
+        raise UnsupportedError(f"{name} is not installed here ({error}): pip install {requirement}") from None
 
 
 @contextmanager

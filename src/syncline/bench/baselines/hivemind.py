@@ -28,7 +28,7 @@ MATCHMAKING_S = 1.0
 
 def find_hivemind() -> ModuleType:
     """The package, in the tested release."""
-    return find_package("hivemind", "1.1.12")
+    return find_package("hivemind", "hivemind==1.1.12")
 
 
 @dataclass(frozen=True, repr=False)

@@ -29,13 +29,13 @@ from syncline.reduction import Communicator, broadcast_tree
 from syncline.strategies import RunSettings, Strategy, StrategyRun
 from syncline.transports.key_value_store import find_rendezvous, listening_address
 
-__all__ = ["TorchFT"]
+__all__ = ["TorchFT", "find_torchft", "store_at"]
 
 
-def find_torchft() -> ModuleType:
-    """The package, in the tested release."""
+def find_torchft(requirement: str = "torchft==0.2.0") -> ModuleType:
+    """The package. An error names the tested release."""
     os.environ.setdefault("RUST_LOG", "error")  # otherwise it prints ten lines per step, which takes time
-    return find_package("torchft", "0.2.0")
+    return find_package("torchft", requirement)
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,7 +88,7 @@ class _TorchFTRun(WrappedRun):
             self._servers.append(lighthouse)
             # The address that it reports has a host name, which may not resolve.
             lighthouse_url = f"http://{address}:{urlsplit(lighthouse.address()).port}"
-        self._store = _store_at(address, timeout)
+        self._store = store_at(address, timeout)
         manager = self._torchft.Manager(
             pg=self._torchft.ProcessGroupGloo(timeout=timeout),
             load_state_dict=None,
@@ -167,7 +167,7 @@ class _NoCheckpoints:
         return
 
 
-def _store_at(address: str, timeout: timedelta) -> TCPStore:
+def store_at(address: str, timeout: timedelta) -> TCPStore:
     """A store of this rank that listens on one address; by default torch listens on every interface."""
     listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])

@@ -191,7 +191,8 @@ class Admission:
 def admissions(journals: Mapping[int, WorkerJournal], kills: Sequence[VictimKill], median_s: float) -> list[Admission]:
     """What each newcomer cost the others.
 
-    Only the steps of others within `ADMISSION_WINDOW_S` of its first step count, and none that a kill interrupted.
+    Only the steps of others within `ADMISSION_WINDOW_S` of its first step count, and none that a kill interrupted or
+    that had begun before the newcomer: a pause after a kill is not the cost of a newcomer that is admitted in it.
     """
     found = []
     for member, newcomer in journals.items():
@@ -204,8 +205,8 @@ def admissions(journals: Mapping[int, WorkerJournal], kills: Sequence[VictimKill
         for other, journal in journals.items():
             if other == member or not journal.times or journal.times[0] >= when or journal.times[-1] <= when:
                 continue
-            recovered = bisect_right(journal.times, before)
-            since = max(when - ADMISSION_WINDOW_S, journal.times[recovered] if before > -math.inf else -math.inf)
+            recovered = bisect_right(journal.times, max(before, newcomer.began))
+            since = max(when - ADMISSION_WINDOW_S, journal.times[recovered])
             until = min(when + ADMISSION_WINDOW_S, after)
             extra[other] = max(0.0, longest_gap(journal.times, since, until) - median_s)
         found.append(Admission(member, when, when - newcomer.began, extra))

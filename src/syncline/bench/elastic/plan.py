@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from syncline.errors import IncompatibleError, SpecError
+from syncline.specs import nearest
 
-__all__ = ["ElasticPlan", "RunSchedule", "slug_of"]
+__all__ = ["ElasticPlan", "RunSchedule", "is_contender", "slug_of", "strategy_of"]
 
+CONTENDER_NAMES = ("torchft",)
 KILL_MARGIN_S = 4.0
 """No kill in the last seconds of a run: the survivors must have the time to go on before the end."""
 
@@ -20,6 +22,8 @@ class ElasticPlan:
     """The options of the bench."""
 
     strategies: tuple[str, ...] = ("allreduce",)
+    against: tuple[str, ...] = ()
+    """Contenders of other libraries, such as "torchft", in the same rounds."""
     workers: int = 4
     seconds: float = 600.0
     """Measured seconds of a run with losses, from the first step of the last worker."""
@@ -47,6 +51,11 @@ class ElasticPlan:
             raise SpecError("no strategy is named: --strategy 'allreduce;diloco'")
         for spec in self.strategies:
             build_strategy(spec)
+        for spec in self.against:
+            if not is_contender(spec):
+                raise SpecError(f"--against {spec}: unknown contender; {nearest(spec, CONTENDER_NAMES)}")
+            if self.servers:
+                raise IncompatibleError(f"--against {spec} with --servers {self.servers}: {spec} has no servers")
         build(self.workload)
         if self.workers < 2:
             raise SpecError(f"-n {self.workers}: at least 2 workers, so that one survives")
@@ -73,6 +82,11 @@ class ElasticPlan:
             raise IncompatibleError(
                 f"--kill {self.kill} with --replicas {self.replicas}: a lost server would end the job; add --replicas 2"
             )
+        if self.against:
+            from syncline.bench.elastic.torchft_worker import CONTENDERS
+
+            for spec in self.against:
+                CONTENDERS.build(spec)
 
     @property
     def kill_times(self) -> list[float]:
@@ -89,7 +103,7 @@ class ElasticPlan:
         plain = self.seconds if self.undisturbed is None else self.undisturbed
         found = []
         for turn in range(self.rounds):
-            for spec in self.strategies:
+            for spec in (*self.strategies, *self.against):
                 pair = [RunSchedule(spec, turn, self.seconds, tuple(self.kill_times))]
                 pair += [RunSchedule(spec, turn, plain)] if plain else []
                 found += pair if turn % 2 == 0 else pair[::-1]
@@ -101,6 +115,7 @@ class RunSchedule:
     """One run of a strategy."""
 
     strategy: str
+    """The spec of a strategy, or of a contender."""
     turn: int
     seconds: float
     kill_times: tuple[float, ...] = ()
@@ -117,6 +132,24 @@ class RunSchedule:
         'ssp-slack-3-undisturbed-1'
         """
         return f"{slug_of(self.strategy)}-{'losses' if self.disturbed else 'undisturbed'}-{self.turn + 1}"
+
+
+def is_contender(spec: str) -> bool:
+    """Whether a spec names a contender.
+
+    >>> is_contender("torchft(heartbeat_timeout=1)"), is_contender("allreduce")
+    (True, False)
+    """
+    return spec.partition("(")[0].strip() in CONTENDER_NAMES
+
+
+def strategy_of(spec: str) -> str:
+    """The strategy whose learning rate a run has, and whose steps it counts: contenders train as `allreduce` does.
+
+    >>> strategy_of("torchft"), strategy_of("ssp(slack=3)")
+    ('allreduce', 'ssp(slack=3)')
+    """
+    return "allreduce" if is_contender(spec) else spec
 
 
 def slug_of(spec: str) -> str:

@@ -22,7 +22,7 @@ from syncline.bench.elastic.analysis import (
     read_journals,
     recoveries,
 )
-from syncline.bench.elastic.plan import ElasticPlan
+from syncline.bench.elastic.plan import ElasticPlan, strategy_of
 from syncline.bench.elastic.runner import JobRun, Say, run_job, unexpected_losses
 from syncline.bench.measuring import Summary, summarize
 from syncline.strategies import build_strategy
@@ -38,7 +38,11 @@ MIN_SLOPE_S = 600.0
 
 def measure(plan: ElasticPlan, folder: Path, say: Say) -> dict[str, Any]:
     """Run all jobs one after the other. The document is written after each of them, and returned."""
-    document: dict[str, Any] = {"kind": "elastic", "plan": asdict(plan), "runs": []}
+    document: dict[str, Any] = {"kind": "elastic", "plan": asdict(plan), "contenders": {}, "runs": []}
+    if plan.against:
+        from syncline.bench.elastic.torchft_worker import CONTENDERS
+
+        document["contenders"] = {spec: CONTENDERS.build(spec).settings for spec in plan.against}
     for schedule in plan.schedule():
         run = run_job(plan, schedule, folder / schedule.name, say)
         result = analyse(run, plan)
@@ -53,7 +57,7 @@ def analyse(run: JobRun, plan: ElasticPlan) -> dict[str, Any]:
     """The figures of one run."""
     journals, kills = read_journals(run.journals), run.kills
     seconds = max(run.until - run.start, 1e-9)
-    synchronous = not build_strategy(run.schedule.strategy).asynchronous
+    synchronous = not build_strategy(strategy_of(run.schedule.strategy)).asynchronous
     batches = count_batches(journals.values(), run.start, run.until)
     steps = count_steps(journals.values(), run.start, run.until) if synchronous else batches
     step_s = median_step(journals.values())
@@ -111,12 +115,15 @@ def _refusal(journals: Mapping[int, WorkerJournal], kills: Sequence[object]) -> 
 
 
 def _memory(run: JobRun) -> dict[str, dict[str, Any]]:
-    """Memory in MB and descriptors of the launcher, and of the worker that was observed for the longest time."""
-    workers = [name for name in run.samples if name.startswith("rank ")]
-    longest = max(workers, key=lambda name: len(run.samples[name]), default=None)
-    chosen = {"launcher": "launcher", **({} if longest is None else {"longest-lived worker": longest})}
+    """Memory in MB and descriptors of the launcher, and of the worker and the server with the longest lives."""
     found: dict[str, dict[str, Any]] = {}
-    for title, name in chosen.items():
+    for title, prefix in (
+        ("launcher", "launcher"),
+        ("longest-lived worker", "rank "),
+        ("longest-lived server", "server "),
+    ):
+        programs = [program for program in run.samples if program.startswith(prefix)]
+        name = max(programs, key=lambda program: len(run.samples[program]), default=prefix)
         samples = run.samples.get(name, [])
         memory = growth([(seconds, nbytes / MEGABYTE) for seconds, nbytes, _ in samples])
         files = growth([(seconds, float(count)) for seconds, _, count in samples])
@@ -210,8 +217,29 @@ def table(document: Mapping[str, Any]) -> str:
     ]
     for spec, figures in document.get("strategies", {}).items():
         own = [run for run in runs if run["strategy"] == spec]
-        lines += ["", spec, *(f"  {line}" for line in (*_figures(figures, own), *_checks(own)))]
-    return "\n".join(lines)
+        settings = [f"{name} {value}" for name, value in document.get("contenders", {}).get(spec, {}).items()]
+        about = [", ".join(settings)] if settings else []
+        lines += ["", spec, *(f"  {line}" for line in (*about, *_figures(figures, own), *_checks(own)))]
+    return "\n".join([*lines, *_side_by_side(document)])
+
+
+def _side_by_side(document: Mapping[str, Any]) -> list[str]:
+    """The medians of all strategies and contenders, a row for each; empty if there is only one."""
+    titles = ("steps", "undisturbed", "steps ÷", "next step", "pause", "newcomer's start", "its cost")
+    rows = []
+    for spec, figures in document.get("strategies", {}).items():
+        own = [run for run in document["runs"] if run["strategy"] == spec]
+        counts = [sum(run["steps"] for run in own if run["disturbed"] is lossy) for lossy in (True, False)]
+        keys = ("steps_ratio", "slowest_next_step_s", "slowest_pause_s", "join_start_s", "join_extra_s")
+        spreads = [figures[key] for key in keys]
+        values = [str(count) for count in counts] + [f"{one['median']:.3g}" if one else "-" for one in spreads]
+        rows.append((spec, *values))
+    if len(rows) < 2:
+        return []
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'':<{width}}  {'  '.join(titles)}"]
+    lines += [f"{first:<{width}}  {'  '.join(map(str.rjust, rest, map(len, titles)))}" for first, *rest in rows]
+    return ["", *lines, "medians, in seconds; next step and pause of the slowest survivor"]
 
 
 def _figures(figures: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[str]:

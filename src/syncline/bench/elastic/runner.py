@@ -1,7 +1,8 @@
 """Starts the jobs of `syncline bench elastic`, kills their processes on a schedule, and samples their memory.
 
-A job is started as a user starts it: `syncline run -n 4 --elastic 1:4 --restart 1000 …`. Everything is observed from
-outside: the journals of the workers, the output of the launcher, and /proc.
+A job is started as a user starts it: `syncline run -n 4 --elastic 1:4 --restart 1000 …`. Contenders are started by the
+same launcher, because torchft has none that starts lost workers again: their delays before a restart are the same.
+Everything is observed from outside: the journals of the workers, the output of the launcher, and /proc.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from syncline.bench.elastic.analysis import VictimKill
-from syncline.bench.elastic.plan import ElasticPlan, RunSchedule
+from syncline.bench.elastic.plan import ElasticPlan, RunSchedule, is_contender, strategy_of
 from syncline.bench.elastic.worker import ScriptSettings
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
@@ -89,8 +90,8 @@ def run_job(plan: ElasticPlan, schedule: RunSchedule, folder: Path, say: Say) ->
     run.journals.mkdir(parents=True)
     temporary = folder / "tmp"
     temporary.mkdir()
-    with open(run.output, "wb") as output, _terminable():
-        environ = {**os.environ, "TMPDIR": str(temporary.absolute())}
+    with open(run.output, "wb") as output, _terminable(), _surroundings(schedule.strategy) as variables:
+        environ = {**os.environ, **variables, "TMPDIR": str(temporary.absolute())}
         launcher = subprocess.Popen(
             _command(plan, run), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environ
         )
@@ -102,6 +103,15 @@ def run_job(plan: ElasticPlan, schedule: RunSchedule, folder: Path, say: Say) ->
     # torch makes a cache folder of its own
     run.left_files = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     return run
+
+
+def _surroundings(spec: str) -> contextlib.AbstractContextManager[Mapping[str, str]]:
+    """What a job needs besides its launcher. Yields environment variables."""
+    if not is_contender(spec):
+        return contextlib.nullcontext({})
+    from syncline.bench.elastic.torchft_worker import CONTENDERS
+
+    return CONTENDERS.build(spec).lighthouse()
 
 
 @contextlib.contextmanager
@@ -123,12 +133,13 @@ def _command(plan: ElasticPlan, run: JobRun) -> list[str]:
     words += ["--elastic", f"1:{plan.workers}", "--restart", str(RESTARTS), "--folder", str(run.folder / "job")]
     words += ["--servers", str(plan.servers), "--replicas", str(plan.replicas)] if plan.servers else []
     words += ["--lost-after", plan.lost_after] if plan.lost_after is not None else []
-    return [*words, "-m", "syncline.bench.elastic.worker", _settings(plan, run).as_json()]
+    script = "torchft_worker" if is_contender(run.schedule.strategy) else "worker"
+    return [*words, "-m", f"syncline.bench.elastic.{script}", _settings(plan, run).as_json()]
 
 
 def _settings(plan: ElasticPlan, run: JobRun) -> ScriptSettings:
     """The settings of the script. The learning rate and the momentum are those of the strategy's preset."""
-    workload, strategy = build(plan.workload), build_strategy(run.schedule.strategy)
+    workload, strategy = build(plan.workload), build_strategy(strategy_of(run.schedule.strategy))
     preset = strategy.presets[0] if strategy.presets else None
     optimizer = workload.optimizer(workload.model(0))
     capped = (
@@ -162,7 +173,6 @@ class _Watch:
         self._launcher = launcher
         self._say = say
         self._table = ProcessTable(launcher.pid, run.journals)
-        self._rng = random.Random(f"{plan.seed} {run.schedule.strategy} {run.schedule.turn}")
         self._gone: set[int] = set()
         """Process ids that were killed or frozen."""
         self._sampled = self._said = -1e9
@@ -203,19 +213,24 @@ class _Watch:
         return True
 
     def _kill(self, due: float) -> None:
-        """Kill or freeze a random process, if enough others are left."""
+        """Kill or freeze a random process, if enough others are left.
+
+        The draw depends on the seed, the round and the time: it takes the worker at the same place in every job.
+        """
         trained = {member: pid for member, pid in self._table.trained().items() if self._lives(pid)}
         candidates = {}
         if self._plan.kill != "servers":
-            for member, pid in self._table.workers().items():
-                if self._lives(pid) and set(trained) - {member}:
-                    candidates[f"rank {member}"] = pid
+            workers = self._table.workers()
+            for member in sorted(workers, key=self._table.place_of):
+                if self._lives(workers[member]) and set(trained) - {member}:
+                    candidates[f"rank {member}"] = workers[member]
         if self._plan.kill != "workers":
             candidates |= self._servers_to_kill()
         if not candidates:
             self._run.skipped_kills.append(f"at {due:g} s: too few other workers with state, or servers, are running")
             return
-        name = self._rng.choice(sorted(candidates))
+        rng = random.Random(f"{self._plan.seed} {self._run.schedule.turn} {due}")
+        name = rng.choice(list(candidates))
         pid = candidates[name]
         self._gone.add(pid)
         self._run.kills.append(VictimKill(time.monotonic(), name, pid))
@@ -229,14 +244,14 @@ class _Watch:
         return {f"server process {pid}": pid for pid in sorted(servers)}
 
     def _lives(self, pid: int) -> bool:
-        return pid not in self._gone and process_state(pid) not in ("", "Z", "X")
+        return pid not in self._gone and self._table.lives(pid)
 
     def _sample(self) -> None:
         now = time.monotonic()
         if now - self._sampled >= SAMPLE_EVERY_S:
             self._sampled = now
             programs = {"launcher": self._launcher.pid}
-            programs |= {f"rank {member}": pid for member, pid in self._table.workers().items()}
+            programs |= {f"rank {member}": pid for member, pid in self._table.workers().items() if self._lives(pid)}
             programs |= {f"server process {pid}": pid for pid in self._table.servers()}
             for name, pid in programs.items():
                 with contextlib.suppress(OSError, ValueError):
@@ -261,7 +276,7 @@ class _Watch:
         self._run.code = self._launcher.returncode
         runtime, until = RealRuntime(), time.monotonic() + LEFT_TIMEOUT_S
         while True:
-            left = [pid for pid in sorted(self._table.seen) if process_state(pid) not in ("", "Z", "X")]
+            left = [pid for pid in sorted(self._table.seen) if self._table.lives(pid)]
             if not left or time.monotonic() > until:
                 self._run.left_processes = left
                 return
@@ -275,10 +290,11 @@ class ProcessTable:
         self._launcher = launcher
         self._journals = journals
         self._pids: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self._trained: set[int] = set()
         self._server_since: dict[int, float] = {}
-        self.seen: set[int] = set()
-        """All processes of the job that were seen."""
+        self.seen: dict[int, str] = {}
+        """All processes of the job that were seen, each with its start time: a process id may be used again."""
 
     def note(self) -> None:
         """Read which processes there are."""
@@ -289,17 +305,30 @@ class ProcessTable:
             with path.open("rb") as file:
                 lines = file.read(4096).split(b"\n")
             if len(lines) > 1 and member not in self._pids:
-                found = re.search(rb'"pid": (\d+)', lines[0])
+                found = re.search(rb'"place": (\d+), "pid": (\d+)', lines[0])
                 if found is None:
                     raise WorldError(f"{path} does not begin with a worker's facts: {lines[0][:80]!r}")
-                self._pids[member] = int(found[1])
+                self._places[member], self._pids[member] = int(found[1]), int(found[2])
             if len(lines) > 2 and not lines[1].startswith(b"{"):
                 self._trained.add(member)
-        self.seen |= {self._launcher, *self._pids.values()}
+        self._see([self._launcher, *self._pids.values()])
+
+    def _see(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self.seen.setdefault(pid, process_stat(pid)[1])
+
+    def lives(self, pid: int) -> bool:
+        """Whether a process that was seen still runs."""
+        state, started = process_stat(pid)
+        return state not in ("", "Z", "X") and started == self.seen.get(pid)
 
     def workers(self) -> dict[int, int]:
         """The process ids of all workers so far, by member."""
         return dict(self._pids)
+
+    def place_of(self, member: int) -> int:
+        """The place of a worker; one that was started again has the place of the lost one."""
+        return self._places[member]
 
     def trained(self) -> dict[int, int]:
         """The process ids of the workers that have completed a step: they have the state."""
@@ -310,12 +339,12 @@ class ProcessTable:
         now = time.monotonic()
         found = [pid for pid in descendants(self._launcher) if SERVER_MODULE in command_line(pid).split("\0")]
         self._server_since = {pid: self._server_since.get(pid, now) for pid in found}
-        self.seen |= set(found)
+        self._see(found)
         return {pid: now - since for pid, since in self._server_since.items()}
 
     def zombies(self) -> int:
         """The number of ended processes that their parents have not waited for."""
-        return sum(process_state(pid) == "Z" for pid in descendants(self._launcher))
+        return sum(process_stat(pid)[0] == "Z" for pid in descendants(self._launcher))
 
     def last_step(self) -> int:
         """The highest step number in the journals."""
@@ -328,12 +357,13 @@ class ProcessTable:
         return max(found)
 
 
-def process_state(pid: int) -> str:
-    """The letter of a process's state, such as R, S, T or Z; empty if there is none."""
+def process_stat(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, such as R, S, T or Z, and its start time; both empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
     except (OSError, IndexError):
-        return ""
+        return "", ""
 
 
 def command_line(pid: int) -> str:

@@ -3,12 +3,13 @@
 It is an ordinary script: `sl.init`, `sl.distribute`, `run.shard`. Each worker writes a journal without a buffer, so a
 killed worker loses no line::
 
-    {"member": 3, "pid": 4711, "joined": true, "time": 51230.1}     the first line
+    {"member": 3, "place": 1, "pid": 4711, "joined": true, "time": 51230.1}    the first line
     51231.732105 871 4                                              a step: time, number, number of workers
     51231.739904 872 4 872 3401                                     with servers: pushed steps, and those of all there
     {"metrics": {"accuracy": 0.96, "loss": 0.2}, "steps": 9110}     the last line
 
-All times are those of the monotonic clock, which is the same in all processes of a machine.
+All times are those of the monotonic clock, which is the same in all processes of a machine. The place is the local
+rank: a worker that is started again has the place of the one that was lost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import syncline as sl
@@ -29,7 +32,7 @@ from syncline.strategies import Run, build_strategy
 from syncline.workloads import build
 from syncline.workloads.base import Workload
 
-__all__ = ["Journal", "ScriptSettings", "train"]
+__all__ = ["Journal", "ScriptSettings", "make_optimizer", "train"]
 
 AGREE_EVERY_STEPS = 32
 """The workers of a synchronous strategy agree about the end after about this many steps, where an epoch ends."""
@@ -64,21 +67,17 @@ class Journal:
         self._member = int(os.environ.get("SYNCLINE_MEMBER") or os.environ.get("RANK") or 0)
         path = os.path.join(folder, f"worker-{self._member}.txt")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.place = int(os.environ.get("SYNCLINE_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or 0)
         joined = bool(os.environ.get("SYNCLINE_JOIN"))
-        self.write(member=self._member, pid=os.getpid(), joined=joined, time=time.monotonic())
+        self.write(member=self._member, place=self.place, pid=os.getpid(), joined=joined, time=time.monotonic())
 
     def write(self, **facts: Any) -> None:
         """A line about something other than a step."""
         os.write(self._file, f"{json.dumps(facts)}\n".encode())
 
-    def write_step(self, run: Run) -> None:
+    def write_step(self, step: int, workers: int, *pushes: int) -> None:
         """A line about a step that is complete."""
-        line = f"{time.monotonic():.6f} {run.stats.steps} {run.world.size}"
-        client = getattr(run, "client", None)
-        if client is not None:
-            in_flight = any(not future.done() for future in getattr(run, "pushed", ()))
-            line += f" {client.ticks - in_flight} {client.status.steps}"
-        os.write(self._file, f"{line}\n".encode())
+        os.write(self._file, f"{time.monotonic():.6f} {' '.join(map(str, (step, workers, *pushes)))}\n".encode())
 
 
 def train(settings: ScriptSettings) -> None:
@@ -88,10 +87,7 @@ def train(settings: ScriptSettings) -> None:
     workload = build(settings.workload)
     world = sl.init(transport=settings.transport)
     model = workload.model(settings.seed)
-    optimizer = workload.optimizer(model, settings.learning_rate)
-    if settings.momentum is not None:
-        for group in optimizer.param_groups:
-            group["momentum"] = settings.momentum
+    optimizer = make_optimizer(workload, model, settings)
     loader = DataLoader(workload.splits().train, batch_size=settings.batch, shuffle=True)
     try:
         run = sl.distribute(model, optimizer, strategy=settings.strategy)
@@ -120,7 +116,7 @@ def _train(run: Run, workload: Workload, loader: DataLoader[Any], settings: Scri
             loss.backward()  # type: ignore[no-untyped-call]
             run.note_loss(loss)
             optimizer.step()
-            journal.write_step(run)
+            journal.write_step(run.stats.steps, run.world.size, *_count_pushes(run))
             if asynchronous and os.path.exists(settings.stop_file):
                 return
         # Workers of a synchronous strategy must end at the same step.
@@ -128,6 +124,24 @@ def _train(run: Run, workload: Workload, loader: DataLoader[Any], settings: Scri
             stop = torch.tensor([int(os.path.exists(settings.stop_file))])
             if int(sl.allreduce(stop, op="max")):
                 return
+
+
+def make_optimizer(workload: Workload, model: nn.Module, settings: ScriptSettings) -> Optimizer:
+    """The workload's optimizer, with the learning rate and the momentum of the settings."""
+    optimizer = workload.optimizer(model, settings.learning_rate)
+    if settings.momentum is not None:
+        for group in optimizer.param_groups:
+            group["momentum"] = settings.momentum
+    return optimizer
+
+
+def _count_pushes(run: Run) -> tuple[int, ...]:
+    """With servers: the pushed steps of this worker, and the steps of all that the servers have counted."""
+    client = getattr(run, "client", None)
+    if client is None:
+        return ()
+    in_flight = any(not future.done() for future in getattr(run, "pushed", ()))
+    return (client.ticks - in_flight, client.status.steps)
 
 
 if __name__ == "__main__":

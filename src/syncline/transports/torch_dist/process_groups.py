@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from syncline.environment import Environment
 from syncline.errors import UnsupportedError, WorldError
+from syncline.runtime import Task
 from syncline.transports.key_value_store import KeyValueStore, find_rendezvous, first_line, open_store
 from syncline.transports.liveness import Liveness
 
@@ -31,6 +32,8 @@ MAX_DEVICES = 4
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 SPARE_DESCRIPTORS = 32
 """File descriptors that stay free when a channel is made: gloo aborts the process if it gets none."""
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds to wait, at the end, for channels that are closed in the background."""
 MIN_POLL_S, MAX_POLL_S = 0.001, 0.05
 """Seconds between two checks for members that have not joined yet: at first, and at most."""
 
@@ -51,12 +54,13 @@ class ChannelGroups:
             self._cuda = self._make_cuda()
         return self._cuda
 
-    def close(self) -> None:
-        """Release both groups. gloo's threads and sockets end with the last reference."""
+    def close(self) -> list[Any]:
+        """Release both groups. Returns gloo's: its threads and sockets end with the last reference."""
         if self._cuda is not None:
             self._cuda.shutdown()
             self._cuda = None
-        self.cpu = None
+        held, self.cpu = [self.cpu], None
+        return held
 
 
 class ProcessGroupFactory:
@@ -77,6 +81,7 @@ class ProcessGroupFactory:
         self.timeout = timeout
         self._address = address
         self._groups: list[ChannelGroups] = []
+        self._closing: list[Task] = []
         self._devices: list[Any] = []
         self._channels = 0
 
@@ -148,16 +153,24 @@ class ProcessGroupFactory:
         return nccl(store, rank, size, options)
 
     def release(self, groups: ChannelGroups) -> None:
-        """End one channel's groups."""
-        groups.close()
+        """End one channel's groups; in an elastic job in the background.
+
+        gloo closes its connections in tens of milliseconds, and training would wait for that in every new team.
+        """
+        held = groups.close()
         if groups in self._groups:
             self._groups.remove(groups)
+        self._closing = [task for task in self._closing if not task.done()]
+        if self.liveness.elastic:
+            self._closing.append(self.liveness.runtime.spawn(held.clear, name="close groups"))
 
     def close(self) -> None:
         """Close all groups and stop the heartbeats."""
         self.liveness.close()
         for groups in list(self._groups):
             self.release(groups)
+        for task in self._closing:
+            task.join(CLOSE_TIMEOUT_S)
         self._devices.clear()
         self.control_store.close()
 

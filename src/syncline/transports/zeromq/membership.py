@@ -23,7 +23,7 @@ from typing import Any, Literal
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from syncline.environment.base import check_versions
+from syncline.environment.base import KEY_VARIABLE, check_versions
 from syncline.environment.lost_after import DEAD
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
@@ -40,7 +40,6 @@ MAX_POST_ATTEMPTS = 3
 MAX_ENTRIES_PER_READ = 10_000
 MAX_MISSING_ENTRIES = 1000
 """Missing entries that are awaited at once: a process that counts up and writes nothing costs little."""
-KEY_VARIABLE = "SYNCLINE_KEY"
 CURVE_DOMAIN = "syncline"
 
 

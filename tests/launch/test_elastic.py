@@ -349,10 +349,12 @@ say("done", member, first, repr(float(model.weight.detach().double().sum())))
 """
 
 
-@pytest.mark.parametrize(("strategy", "replicas"), [("ssp(slack=2)", "2"), ("downpour(push=2, fetch=2)", "1")])
-def test_a_restarted_worker_joins_an_asynchronous_run(runs: Runs, strategy: str, replicas: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "replicas"), [("ssp(slack=2)", 2), ("downpour(push=2, fetch=2)", 1), ("gossip(pairwise=True)", 0)]
+)
+def test_a_restarted_worker_joins_an_asynchronous_run(runs: Runs, strategy: str, replicas: int) -> None:
     """Column 0 is trained by the first workers, column 1 by the one that was started again for worker 1."""
-    servers = ("--servers", "2", "--replicas", replicas)
+    servers = ("--servers", "2", "--replicas", str(replicas)) if replicas else ()
     options = (*servers, "--elastic", "1:3", "--restart", "1", "--folder", "job")
     run = runs.run("run", "-n", "3", *options, runs.script(ASYNCHRONOUS), variables={"STRATEGY": strategy})
     assert run.code == 0, run.describe()

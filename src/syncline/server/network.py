@@ -257,6 +257,8 @@ def network_of(
         elastic=elastic,
     )
     clients = (*network.workers, *network.evaluators)
+    if elastic and not servers:
+        return network  # a worker may have ended before it has joined, and others may come
     transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
     return network
 
@@ -321,11 +323,12 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
         return network_of(transport, world.size)
     zeromq = importlib.import_module("syncline.transports.zeromq")  # only here: MPI does not need it
     environment = detect(world.environ) if roles.workers_only else roles.environment(world.rank)
-    transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
-    world.count_losses_of(transport)
-    return network_of(
-        transport, world.size, roles.servers, roles.evaluators, roles.replicas, elastic=elastic is not None
+    survives = elastic is not None and roles.workers_only
+    transport = zeromq.connect(
+        environment, world.transport.timeout, label=LABEL, name_of=roles.name_of, survives=survives
     )
+    world.count_losses_of(transport)
+    return network_of(transport, workers, roles.servers, roles.evaluators, roles.replicas, elastic=elastic is not None)
 
 
 def _join_as_newcomer(world: World, roles: Roles, elastic: Elastic) -> ServerNetwork:

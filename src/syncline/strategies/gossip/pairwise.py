@@ -257,7 +257,7 @@ class PairwisePeers:
             for earlier in [each for each in self._states if FINAL < each < number]:
                 del self._states[earlier]
         message, sent = PairMessage.write(STATE, number, own), {channel.rank}
-        began = now()
+        since, count = now(), 0
         for _ in poll(self._runtime):
             living = list(alive())
             for peer in [each for each in living if each not in sent]:
@@ -272,7 +272,9 @@ class PairwisePeers:
                 return dict(sorted(found.items()))
             if why := channel.gone_reason(channel.rank):
                 raise PeerLostError(f"worker {channel.rank} was declared lost ({why})", peer=channel.rank, pending=what)
-            if now() - began > channel.timeout:
+            if len(found) != count:
+                since, count = now(), len(found)
+            if now() - since > channel.timeout:
                 raise PeerLostError(
                     f"worker {channel.rank} has waited {channel.timeout:g} s for the weights of workers {missing} to "
                     f"{what}: can the two reach each other?",
@@ -785,12 +787,21 @@ class PairwiseRun(AsynchronousRun):
         peers, roll = self.peers, self.roll
         assert peers is not None
         assert roll is not None
-        for _ in poll(self.world.runtime):
+        runtime, timeout_s = self.world.runtime, peers.channel.timeout
+        since = runtime.now()
+        for _ in poll(runtime):
             self.raise_if_job_has_ended()
             source = next((each for each in roll.present() if each in peers.others()), None)
-            if source is None:
-                continue  # those that this worker has lost are soon lost for all
-            reading = self.world.runtime.spawn(self._read_from, peers, source, name="weights of another")
+            if source is None:  # those that this worker has lost are soon lost for all
+                if runtime.now() - since > timeout_s:
+                    raise PeerLostError(
+                        f"worker {roll.member} has reached none of the workers {roll.present()} in {timeout_s:g} s, "
+                        "and needs the weights of one",
+                        pending="the weights of another worker",
+                        seconds=timeout_s,
+                    )
+                continue
+            reading = runtime.spawn(self._read_from, peers, source, name="weights of another")
             while not reading.join(CHECK_ENDED_EVERY_S):
                 self.raise_if_job_has_ended()
             if source not in peers.lost:

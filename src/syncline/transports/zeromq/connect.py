@@ -49,11 +49,13 @@ def connect(
     label: str = "",
     join_timeout: float | None = None,
     name_of: Callable[[int], str] = "rank {}".format,
+    survives: bool = False,
 ) -> ZmqTransport:
     """Join the world that the launcher describes. Every rank calls it; it returns when all have joined.
 
     With a `label` it is a separate world at the same rendezvous, perhaps with other members; `name_of` returns their
     names. `join_timeout` is the time in seconds to wait for the others, by default `timeout`; `math.inf`: no limit.
+    `survives`: ranks that have ended are not awaited. Those that join later must then have numbers of their own.
     """
     place = find_rendezvous(environment)
     store = open_store(environment, place, timeout)
@@ -62,10 +64,11 @@ def connect(
     with _closing_on_error(node):
         if environment.rank == 0:
             node.membership.open(environment.size)
+        if environment.rank == 0 or survives:
             store.set(f"syncline/world/{label}" if label else "syncline/world", world)
         node.join(environment.rank)
-        _await_all(node, environment, place, timeout if join_timeout is None else join_timeout)
-        node.membership.check_versions(launched=environment.size)
+        _await_all(node, environment, place, timeout if join_timeout is None else join_timeout, survives)
+        node.membership.check_versions(launched=0 if survives else environment.size)
         return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 
@@ -164,11 +167,19 @@ def _node(
     )
 
 
-def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float) -> None:
+def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float, survives: bool) -> None:
     until, pause = node.runtime.now() + timeout, MIN_POLL_S
     while missing := sorted(set(range(environment.size)) - set(node.membership.members)):
         node.membership.refresh()
-        _raise_if_ended(node, environment, missing)
+        ended = _ended(node, missing)
+        if survives and ended.keys() >= set(missing):
+            return
+        if ended and not survives:
+            rank, reason = next(iter(ended.items()))
+            raise WorldError(
+                f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: "
+                f"{node.membership.name_of(rank)} has ended before all had joined: {reason}"
+            )
         if node.runtime.now() > until:
             refused = f"; {node.membership.refused} entries were refused: is {KEY_VARIABLE} the same everywhere?"
             raise WorldError(
@@ -182,18 +193,13 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
         pause = min(1.1 * pause, MAX_POLL_S)
 
 
-def _raise_if_ended(node: Node, environment: Environment, missing: list[int]) -> None:
-    """Raise if a missing member has ended according to the launcher. A server waits for any number of members."""
+def _ended(node: Node, missing: list[int]) -> dict[int, str]:
+    """The missing members that have ended according to the launcher, each with the reason."""
     membership = node.membership
     try:
-        ended = membership.deaths_of(missing) if membership.reachable and membership.answers else {}
+        return membership.deaths_of(missing) if membership.reachable and membership.answers else {}
     except RuntimeError:  # the next attempt may succeed
-        return
-    for rank, reason in ended.items():
-        raise WorldError(
-            f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: "
-            f"{membership.name_of(rank)} has ended before all had joined: {reason}"
-        )
+        return {}
 
 
 class ZmqConnector:

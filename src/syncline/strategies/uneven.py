@@ -185,8 +185,8 @@ class UnevenData:
                     missed = 0
                     # The workers with data find out anew who has how much: some may not expect this one any more.
                     run.epoch_continues |= run.readers.changes != changes
-                    if run.epoch_continues:
-                        break
+                if run.epoch_continues:
+                    break
             else:
                 missed = 0 if run.catch_up(missed) else missed
         finally:

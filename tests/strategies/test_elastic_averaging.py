@@ -243,6 +243,15 @@ def test_survivors_go_on_and_agree(name: str) -> None:
     hunt_cases(survive(*STRATEGIES[name]), seeds(4, 1200), f"survive{STRATEGIES[name]}({{seed}})")
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("diloco beside steps", 5004)],  # data is dealt to a worker that waits without data for a round in flight
+)
+def test_seeds_that_once_failed(name: str, seed: int) -> None:
+    survive(*STRATEGIES[name])(seed)
+
+
 @pytest.mark.hunt
 @pytest.mark.parametrize("strategy", ["average", "ensemble(mean='outputs')"])
 def test_a_lost_worker_is_left_out_of_the_mean(strategy: str) -> None:

@@ -289,6 +289,8 @@ def test_local_steps_of_a_worker_lost_at_the_end_of_an_epoch_are_dealt_again(str
         ("diloco", 145),  # a newcomer without data in the step after it has entered waits with the others
         ("adacomm", 4),  # a newcomer does not enter between two rounds
         ("local", 115),  # a worker whose run is made after a loss that the others have seen in theirs
+        ("gossip beside the step", 5025),  # a newcomer enters where all workers have run out of data
+        ("dense", 5024),  # a team forms while a worker is cut off for less than the launcher's limit
     ],
 )
 def test_faults_that_once_failed(name: str, seed: int) -> None:

@@ -142,10 +142,12 @@ class DiLoCoRun(AveragingRun):
                 self._finish_round()
 
     def sync(self, active: bool = True) -> int:
-        if self._in_progress:
-            self._finish_round()
-        self._begin_round(active)
-        return self._finish_round()
+        if not self._in_progress:
+            self._begin_round(active)
+        alive = self._finish_round()
+        if alive and self._delay == self.strategy.period:  # workers with data begin the next one at once
+            self._begin_round(active or self.epoch_continues)
+        return alive
 
     @property
     def _in_progress(self) -> bool:

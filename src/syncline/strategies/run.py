@@ -145,8 +145,6 @@ class Readers:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self.changes = 0
-        """How often the number of workers has changed."""
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._positions: dict[str, Mapping[str, Any]] = {}
         self.enter_at: Callable[[DataPlace], bool] | None = None
@@ -210,7 +208,6 @@ class Readers:
         `settle_uneven`.
         """
         self._rank, self._size = rank, size
-        self.changes += 1
         continues = [reader.regroup(rank, size, lost, steps) for _, reader in self._readers.values()]
         return any(continues)
 
@@ -311,11 +308,12 @@ class _Epochs(Generic[R]):
 
     def _pieces(self) -> Iterator[Any]:
         run, reader = self._run, self._reader
+        entered = run.readers.enter_at is not None
         if self._pad and not run.readers.starts(reader):
             return
         run.world.finish_left()
         before, weight_before = run.progress, run.uneven.weight
-        place = reader.begin(before)
+        place, teams = reader.begin(before), reader.teams
         try:
             pace, pieces, ended = self._pace(place), 0, False
             while not ended:
@@ -338,7 +336,10 @@ class _Epochs(Generic[R]):
                     self._set_weight(*((1.0, False) if ended or trained else weight_before))
                     if pace.uneven and trained and not ended:
                         run.uneven.leave(pace.counts is None or pace.pieces > pace.counts.fewest)
-                if (pace.uneven and (trained or not pieces)) or (self._pad and trained and run.epoch_needs_round):
+                # Where the team changes, some workers may wait already, and others find that the rest ends evenly.
+                changed = self._pad and not run.asynchronous and (entered or reader.teams != teams)
+                settles = (pace.uneven or changed) and (trained or not pieces)
+                if settles or (self._pad and trained and run.epoch_needs_round):
                     ended = self._settle(pace)
                 if not ended:
                     pace = self._pace(place, pace)

@@ -173,20 +173,17 @@ class UnevenData:
     def _join_others(self) -> int:
         """Join the others' rounds until all have run out. Returns their number.
 
-        If the team has changed meanwhile, this worker returns to its loop: data may have been dealt to it.
+        If data of a lost worker was dealt to this one meanwhile, it returns to its loop.
         """
         run, missed, self.waits = self._run, 0, True
-        changes = run.readers.changes
         run.global_batch_begins()
         try:
             while self._join_round():
                 missed += 1
                 if run.between_steps(missed):
                     missed = 0
-                    # The workers with data find out anew who has how much: some may not expect this one any more.
-                    run.epoch_continues |= run.readers.changes != changes
-                    if run.epoch_continues:
-                        break
+                if run.epoch_continues:
+                    break
             else:
                 missed = 0 if run.catch_up(missed) else missed
         finally:

@@ -556,7 +556,8 @@ class SimulatedConnector:
 
     def unreachable(self) -> dict[int, str]:
         now, faults = self.network.simulator.now, self.network.faults
-        cuts = [fault for fault in faults if isinstance(fault, Partition)]
+        limit = min(LOST_AFTER_S, self.timeout)  # a cut is found after this time
+        cuts = [fault for fault in faults if isinstance(fault, Partition) and now - fault.start >= limit]
         return {
             rank: "no message passes between the two"
             for rank in range(self.network.size)

@@ -276,11 +276,12 @@ class GossipRun(LocalWeightsRun):
             self.sync()
 
     def sync(self, active: bool = True) -> int:
-        self._finish_round()
         if self._team is not None:
             self._since = 0
-            self._begin_round(active)
+            if not self._in_progress:
+                self._begin_round(active)
             return self._finish_round() if not (self._beside and active) else self.communicator.size
+        self._finish_round()
         alive = self._count_active(active)
         if alive:
             self._since = 0

@@ -216,9 +216,15 @@ class Worker:
                     self.journal.clocks.setdefault(self.member, []).append(clock_of(run))
                 self.meet_trouble(-1 - epoch)
                 with run.agreed():
-                    agreed.append(model.weight.detach().clone())
+                    if not self.joins:  # a newcomer is alone until the first epoch that it reads
+                        agreed.append(model.weight.detach().clone())
                 scheduler.step()
         return Result(model.weight.detach().clone(), float(optimizer.param_groups[0]["lr"]), tuple(agreed))
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker is a newcomer that has not entered the job yet."""
+        return self.world.elastic is not None and self.world.elastic.joining
 
     def step(self, model: torch.nn.Embedding, optimizer: torch.optim.Optimizer, epoch: int, batch: Tensor) -> None:
         samples = [(epoch, int(each)) for each in batch]

@@ -311,11 +311,12 @@ def test_the_last_server_adds_one_new_server_at_a_time() -> None:
 
 
 def test_a_server_that_was_declared_lost_is_not_accepted() -> None:
-    """It adds nobody to the chain, and its records count for nothing."""
+    """It adds nobody to the chain and declares nobody lost, and its records count for nothing."""
     values: dict[str, bytes] = {}
     logs = [ChainLog(lambda: MemoryStore(values), RealRuntime(), SERVERS, 2) for _ in range(2)]
-    logs[0].lose(6)
+    logs[0].lose(6, by=5)
     logs[1].append(shard=0, member=8, server=0, by=6)
+    logs[1].lose(5, by=6)
     logs[1].append(shard=0, member=9, server=1, by=5)
     for log in logs:
         assert log.read() == [ChainEntry(6), ChainEntry(9, 0)]

@@ -420,11 +420,12 @@ class WorkerRoll:
 
         joined 4 · arrived 0 · arrived 4 · passed 1 · arrived 2 …        worker 1 is lost: nobody waits for it
 
-    A newcomer joins before a barrier that is not passed yet. An entry that comes too late counts for nothing. Arrivals
-    may name what the workers hold. The entry that passes the barrier then names what all of them hold (`agree`).
+    A newcomer joins before a barrier that is not passed yet. An entry that comes too late counts for nothing. Nobody
+    waits for a worker that has left by itself. Arrivals may name what the workers hold. The entry that passes the
+    barrier then names what all of them hold (`agree`).
     """
 
-    JOINED, ARRIVED, PASSED, CLOSED, ENDED = "joined", "arrived", "passed", "closed", "ended"
+    JOINED, ARRIVED, PASSED, CLOSED, ENDED, LEFT = "joined", "arrived", "passed", "closed", "ended", "left"
 
     def __init__(
         self,
@@ -457,24 +458,34 @@ class WorkerRoll:
         self._agreed: list[int] = []
         """What the latest barrier names."""
         self._closed: set[int] = set()
+        self._left: set[int] = set()
 
     def lost(self) -> Mapping[int, str]:
         """The lost workers, each with the reason."""
         return self._lost()
 
+    def raise_if_declared_lost(self, doing: str, cause: Exception | None = None) -> None:
+        """Raise an error if this worker itself was declared lost. `doing` is what it does, and `cause` what failed."""
+        reason = self._lost().get(self.member)
+        if reason is not None:
+            raise PeerLostError(
+                f"worker {self.member} {doing}, and was declared lost ({reason}): the others continue without it",
+                peer=self.member,
+            ) from cause
+
     def present(self) -> list[int]:
-        """The workers that are neither lost nor have closed their runs, as far as this process has read."""
-        lost = self._lost()
-        return [each for each in sorted(self._arrivals) if each not in lost and each not in self._closed]
+        """The workers that are not lost, and have neither left nor closed their runs, as far as this process knows."""
+        gone = {*self._lost(), *self._closed, *self._left}
+        return [each for each in sorted(self._arrivals) if each not in gone]
 
     def alive(self) -> list[int]:
-        """The workers that are not lost, also those that have closed their runs, as far as this process has read.
+        """The workers that are not lost and have not left, also those that have closed their runs, as far as is known.
 
         Raises a `PeerLostError` if this worker was declared lost.
         """
-        lost = self._lost()
-        self._raise_if_lost(lost, "the other workers")
-        return [each for each in sorted(self._arrivals) if each not in lost]
+        self.raise_if_declared_lost("waits for the other workers")
+        gone = {*self._lost(), *self._left}
+        return [each for each in sorted(self._arrivals) if each not in gone]
 
     def has_changed(self) -> bool:
         """Whether workers have joined, or were lost, since the start of the job."""
@@ -520,6 +531,10 @@ class WorkerRoll:
             lambda present: self._channel.append_to_roll(self.ENDED, only_next=True),
         )
 
+    def leave(self) -> None:
+        """This worker leaves: the others do not wait for it any more."""
+        self._channel.append_to_roll(self.LEFT, member=self.member)
+
     def refresh(self) -> None:
         """Read the log."""
         with self._lock:
@@ -534,6 +549,8 @@ class WorkerRoll:
                     self._passed, self._agreed = number, list(entry.fields["held"])
                 elif entry.kind == self.CLOSED:
                     self._closed.add(member)
+                elif entry.kind == self.LEFT:
+                    self._left.add(member)
                 elif entry.kind == self.ENDED:
                     self.ended = True
             self._channel.members = sorted(self._arrivals)
@@ -556,10 +573,10 @@ class WorkerRoll:
             self.refresh()
             if done():
                 return
-            lost = self._lost()
-            self._raise_if_lost(lost, f"all workers to {what}")
+            self.raise_if_declared_lost(f"waits for all workers to {what}")
+            gone = {*self._lost(), *self._left}
             with self._lock:  # no other task reads entries between the two
-                present = [each for each in sorted(self._arrivals) if each not in lost]
+                present = [each for each in sorted(self._arrivals) if each not in gone]
                 missing = [each for each in present if not arrived(each)]
                 if not missing:
                     decide(present)
@@ -570,7 +587,8 @@ class WorkerRoll:
                     f"worker {self.member} waits for all workers to {what}, and worker {closed[0]} has closed its run: "
                     "every worker must make this call, as often as the others"
                 )
-            now = (sum(self._arrivals.values()) + len(self._closed), self._channel.steps())
+            entries = sum(self._arrivals.values()) + len(self._closed) + len(self._left)
+            now = (entries, self._channel.steps())
             if now != progress:
                 since, progress = self._runtime.now(), now
             waited = self._runtime.now() - since
@@ -582,12 +600,3 @@ class WorkerRoll:
                     pending=f"workers {missing} to {what}",
                     seconds=waited,
                 )
-
-    def _raise_if_lost(self, lost: Mapping[int, str], pending: str) -> None:
-        if self.member in lost:
-            raise PeerLostError(
-                f"worker {self.member} waits for {pending}, and was declared lost ({lost[self.member]}): the others "
-                "continue without it",
-                peer=self.member,
-                pending=pending,
-            )

@@ -277,14 +277,15 @@ class EpochClaims:
 
     def _update(self, count: int, unread: list[int] | None = None) -> None:
         """Report trained batches, take over those of lost workers, and claim up to `count`."""
-        epochs, lost = self._epochs, self._epochs.lost()
-        if epochs.member in lost:
-            raise PeerLostError(
-                f"worker {epochs.member} was declared lost ({lost[epochs.member]}): the others train its batches",
-                peer=epochs.member,
-                pending="the next batches",
-            )
+        epochs = self._epochs
         while True:
+            lost = epochs.lost()
+            if epochs.member in lost:
+                raise PeerLostError(
+                    f"worker {epochs.member} was declared lost ({lost[epochs.member]}): the others train its batches",
+                    peer=epochs.member,
+                    pending="the next batches",
+                )
             state = EpochState.from_json(self._text)
             state.take_over(lost)
             state.finish(epochs.member, [*self._trained, *(unread or ())])

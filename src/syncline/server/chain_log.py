@@ -2,12 +2,13 @@
 
 At the start the chain of a shard has the servers that `ServerNetwork.chain` names. Two kinds of entries change it::
 
-    servers/chains/0   {"kind": "lost", "member": 4}                                       out of all chains, for ever
+    servers/chains/0   {"kind": "lost", "member": 4, "by": 5}                              out of all chains, for ever
     servers/chains/1   {"kind": "replica", "shard": 0, "member": 7, "server": 1, "by": 5}  the new last server
 
-The last server of a chain appends a new one when that has all records. The entry counts only if its writer is not lost
-in an earlier one. So a server that was declared lost and still runs can add nobody, and all agree which chain a shard
-has. Chain replication adds servers at the end in the same way (van Renesse and Schneider, OSDI 2004).
+The last server of a chain appends a new one when that has all records. An entry counts only if its writer is not lost
+in an earlier one. So a server that was declared lost and still runs can add nobody, and declares nobody lost, although
+it reaches none of the others. All agree which chain a shard has. Chain replication adds servers at the end in the same
+way (van Renesse and Schneider, OSDI 2004).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ChainLog:
     >>> from syncline.control import MemoryStore
     >>> from syncline.runtime import RealRuntime
     >>> log = ChainLog(lambda: MemoryStore(), RealRuntime(), servers=(2, 3), replicas=2)
-    >>> log.lose(2)
+    >>> log.lose(2, by=3)
     >>> log.append(shard=0, member=4, server=0, by=3)
     >>> log.read(), log.chain_of(0)
     ([ChainEntry(member=2, shard=-1), ChainEntry(member=4, shard=0)], ((2, 0), (3, 1), (4, 0)))
@@ -69,11 +70,11 @@ class ChainLog:
         """The last server of a chain that is not lost; None if all are."""
         return next((each for each in reversed(self._chains[shard]) if each not in self.lost), None)
 
-    def lose(self, member: int) -> None:
-        """Report the loss of a server."""
+    def lose(self, member: int, by: int) -> None:
+        """Report the loss of a server; `by` is the server that calls this."""
         with self._lock:
             if member not in self.lost:
-                self._opened().append(LOST, member=member)
+                self._opened().append(LOST, member=member, by=by)
 
     def append(self, shard: int, member: int, server: int, by: int) -> None:
         """Add a server to the end of a shard's chain; `by` is the present last one, which calls this."""
@@ -86,11 +87,11 @@ class ChainLog:
             found = []
             for entry in self._opened().read():
                 fields = {name: int(value) for name, value in entry.fields.items()}
-                member, shard = fields["member"], fields.get("shard", -1)
-                if entry.kind == LOST and member not in self.lost:
+                member, shard, by = fields["member"], fields.get("shard", -1), fields["by"]
+                if entry.kind == LOST and not {member, by} & self.lost:
                     self.lost.add(member)
                     found.append(ChainEntry(member))
-                elif entry.kind == REPLICA and self._counts(shard, member, fields["by"]):
+                elif entry.kind == REPLICA and self._counts(shard, member, by):
                     self._chains[shard].append(member)
                     self.numbers[member] = fields["server"]
                     found.append(ChainEntry(member, shard))

@@ -49,6 +49,7 @@ MAX_BODIES_IN_FLIGHT = 2
 """Bodies of one client that are received at once: the next arrives while one is handled."""
 ASK_AGAIN_S = 0.5
 """Seconds after which a new server asks again for the snapshots that it has not got."""
+DECLARED_LOST = "the others have declared this server lost: it takes no part any more"
 STORE_RETRY_S = 0.2
 """Seconds after which the chain log is read again, if the store has not answered."""
 
@@ -489,11 +490,14 @@ class Server:
         while not self._closed:
             self._chain_news.wait(why="news of the chains")
             self._chain_news.clear()
+            if self.network.is_lost(self.network.me):  # all others seem lost to it, and it must not say so
+                self._fail(WorldError(DECLARED_LOST))
+                return
             with self._lock:
                 lost, level = list(self._lost_servers), list(self._level_servers)
             try:
                 for member in lost:
-                    log.lose(member)
+                    log.lose(member, by=self.network.me)
                 for shard, member, server in level:
                     log.append(shard, member, server, by=self.network.me)
                 entries = log.read()
@@ -510,7 +514,7 @@ class Server:
         for entry in entries:
             if entry.shard < 0:
                 if entry.member == self.network.me:
-                    self._fail(WorldError("the others have declared this server lost: it takes no part any more"))
+                    self._fail(WorldError(DECLARED_LOST))
                 self._lose_in_chains(entry.member, left=False)
             elif entry.shard in self.chains:
                 chain = self.chains[entry.shard]

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class AsynchronousRun(StrategyRun):
     roll: WorkerRoll | None = None
     """In an elastic job that admits newcomers: the workers that are present."""
 
+    _leaves = False
+    """Whether this worker leaves an elastic job alone: it waits for no other at its end, and no other for it."""
     _channel: ControlChannel
     _published = -PUBLISH_EVERY_S
 
@@ -139,10 +142,16 @@ class AsynchronousRun(StrategyRun):
         self.wait_for_all("read the weights")
 
     def finish(self) -> None:
-        self._refresh_claims()
+        if self._leaves:
+            self._release_claims()
+        else:
+            self._refresh_claims()
         self.control_channel().finish()
         if self.roll is None:
             self._barrier.close()
+        elif self._leaves:
+            self.roll.leave()
+            return
         else:
             self.roll.close()
         self.read_final()
@@ -155,7 +164,14 @@ class AsynchronousRun(StrategyRun):
         super().detach()
         self.control_channel().close()
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leaves = self.roll is not None and isinstance(error, SystemExit) and not self.joining
+        super().__exit__(kind, error, trace)
+
     def close_at_exit(self) -> None:
+        self._leaves = self.roll is not None and not self.joining
         self.close()  # other workers may wait for this process
 
     def wait_for_reload(self) -> None:
@@ -244,15 +260,29 @@ class AsynchronousRun(StrategyRun):
         for epochs in list(self._claims.values()):
             epochs.refresh()
 
+    def _release_claims(self) -> None:
+        """Report what was trained. All other batches of this worker are free for the others."""
+        self.flush_steps()
+        self.note_trained()
+        for epochs in self._claims.values():
+            if epochs.current is not None:
+                epochs.current.leave()
+        self._refresh_claims()
+
     def note_trained(self) -> None:
         for epochs in self._claims.values():
             if epochs.current is not None:
                 epochs.current.trained(self.counted_steps)
 
     def between_steps(self, missed: int = 0) -> bool:
-        if self.roll is None:
+        elastic = self.world.elastic
+        if self.roll is None or elastic is None:
             return super().between_steps(missed)
         self.note_trained()
+        if elastic.leave_reason:
+            self._leaves = True
+            self.close()
+            elastic.leave(self.world, elastic.leave_reason)
         return False
 
     def apply_change_of_data(self, change: TeamChange) -> None:
@@ -262,9 +292,11 @@ class AsynchronousRun(StrategyRun):
     def batch_read(self, reader: Sharded | MicroBatches) -> None:
         super().batch_read(reader)
         now = self.world.runtime.now()
-        if self.roll is not None and now - self._published >= PUBLISH_EVERY_S:
+        elastic = self.world.elastic
+        if self.roll is not None and elastic is not None and now - self._published >= PUBLISH_EVERY_S:
             self._published = now
             self._publish_schedule()
+            elastic.read_leave_request()
 
     def _publish_schedule(self) -> None:
         """Publish the optimizer's settings and the schedulers' state, for newcomers."""

@@ -375,6 +375,8 @@ class ParameterServerRun(AsynchronousRun):
         except DivergedError as error:  # a push does not know the step
             raise error.at_step(self.stats.steps) from None
         except PeerLostError as error:
+            if self.roll is not None:
+                self.roll.raise_if_declared_lost("waits for a server", error)
             words = "" if error.peer is None else self.explain_lost(error.peer)
             if not words:
                 raise

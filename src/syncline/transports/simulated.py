@@ -273,6 +273,8 @@ class SimulatedNetwork:
             self.simulator.faulted = True
             self.declared[rank] = self.simulator.now
             self._break_links(rank)
+            for transport in self._transports:
+                transport.declared_lost(rank)
 
     def call_store(self, rank: int) -> None:
         """A call to the job's store takes its time. A rank that is cut off waits until it is reachable again."""
@@ -445,7 +447,8 @@ class SimulatedTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         network, receiver, nbytes = self.network, self.members[to], data.numel()
-        if network.broken(receiver) or self._channel in network.broken_channels:
+        ended = self._channel in network.broken_channels or self.global_rank in network.declared
+        if network.broken(receiver) or ended:
             raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {format_bytes(nbytes)})", 0.0, None)
         handle = _SimulatedSend(self, to, nbytes, wait_for_match=not lossy and nbytes > network.model.eager)
         on_arrival = partial(
@@ -460,7 +463,7 @@ class SimulatedTransport(Transport):
         return handle
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
-        if self._channel in self.network.broken_channels:
+        if self._channel in self.network.broken_channels or self.global_rank in self.network.declared:
             raise self.failure(source, f"a message ({tag_name(tag)})", 0.0, None)
         posted = self.mailbox.add(PostedReceive(data, source, tag, exact))
         if source is not None and self.network.broken(self.members[source]):
@@ -478,8 +481,23 @@ class SimulatedTransport(Transport):
             )
         )
 
+    def declared_lost(self, global_rank: int) -> None:
+        """The launcher counts a rank as lost. If it is this one, its waits end: the others have dropped it."""
+        if global_rank == self.global_rank:
+            self.mailbox.fail(
+                lambda posted: self.failure(posted.wanted, f"a message ({tag_name(posted.tag)})", 0.0, None)
+            )
+
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         rank = None if peer is None else self.members[peer]
+        if self.global_rank in self.network.declared:
+            return PeerLostError(
+                f"rank {self.global_rank} waits for {pending}, and the others have declared this rank lost: "
+                f"{self.network.end_of(self.global_rank)}",
+                peer=rank,
+                pending=pending,
+                seconds=seconds,
+            )
         named: int | None
         if rank is not None and (rank in self.network.gone or rank in self.network.blames):
             named = self.network.cause_of(rank)

@@ -437,6 +437,11 @@ class Elastic:
         self._log_team(world)
         return True
 
+    def read_leave_request(self) -> None:
+        """Find out whether the launcher has asked this member to leave. It asks the store."""
+        self.formation.must_leave(self.team)
+        self.leave_reason = self.leave_reason or self.formation.leave_request
+
     def change_wanted(self) -> tuple[bool, bool]:
         """Whether a newcomer waits, and whether a member of the team was asked to leave. It asks the store."""
         newcomers = self.formation.waiting(self.team, self._place)
@@ -445,9 +450,10 @@ class Elastic:
     def _leave_if_asked(self, world: World) -> None:
         why = self.formation.must_leave(self.team).get(self.limits.member)
         if why is not None:
-            self._leave(world, why)
+            self.leave(world, why)
 
-    def _leave(self, world: World, why: str) -> None:
+    def leave(self, world: World, why: str) -> None:
+        """Leave the job: end this process with a `SystemExit`. The others continue."""
         logger.warning("member %d leaves the job: %s", self.limits.member, why)
         world.leave(why)
         raise SystemExit(LEFT_CODE)
@@ -570,7 +576,7 @@ class Elastic:
                 return False
             alone = len(self.team.members) == 1
             if self.leave_reason and (self._departure_known or self._too_few or alone):
-                self._leave(world, self.leave_reason)
+                self.leave(world, self.leave_reason)
             if not self.changes_team:
                 break
             self._change_between_steps(world)
@@ -590,7 +596,7 @@ class Elastic:
             self._change_team(world, None, None)
         except WorldError as error:
             if waits and (self.leave_reason or self.formation.ending):
-                self._leave(world, str(error))
+                self.leave(world, str(error))
             raise
         finally:
             self._inside = False

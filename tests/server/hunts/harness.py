@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import syncline as sl
+from syncline.errors import WorldError
 from syncline.runtime import Event
 from syncline.server import Server, network_of, protocol
 from syncline.server.shard import ParameterShard
@@ -163,8 +164,17 @@ class ReplacementPlan:
 class Servers:
     """Dedicated servers of a simulation, `extra=servers.members`; their spaces can be looked at afterwards."""
 
-    def __init__(self, workers: int, servers: int, replicas: int = 1, plan: ReplacementPlan | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        replicas: int = 1,
+        plan: ReplacementPlan | None = None,
+        elastic: bool = False,
+    ) -> None:
+        """`elastic`: workers may join later."""
         self._workers, self._servers, self._replicas = workers, servers, replicas
+        self._elastic = elastic
         self._plan = plan or ReplacementPlan()
         self.rounds = 0
         """Rounds of the plan that have ended: the new server has joined, or was killed."""
@@ -176,14 +186,17 @@ class Servers:
         self.members: list[ExtraProcess | Callable[[Transport], None]] = [*[self._serve] * servers, *newcomers]
         self._transports: dict[int, Transport] = {}
         self._running: dict[int, Server] = {}
+        self._silent: set[int] = set()
+        """Servers that were frozen or cut off."""
         self._started: set[int] = set()
         self._start_events: dict[int, Event] = {}
 
     def _serve(self, transport: Transport, replaces: int | None = None) -> None:
         newcomers = len(self._plan.rounds)
         network = network_of(
-            transport, self._workers, self._servers, replicas=self._replicas, newcomers=newcomers, replaces=replaces
-        )
+            transport, self._workers, self._servers, replicas=self._replicas, newcomers=newcomers, replaces=replaces,
+            elastic=self._elastic,
+        )  # fmt: skip
         server, me = Server(network), network.me - self._workers
         self._transports[me] = transport
         self._running[me] = server
@@ -191,7 +204,11 @@ class Servers:
         for shard, handler in handlers.items():
             handler.shards = self._held[me, shard] = Remembered()
         self.shards[me] = self._held[me, me if replaces is None else replaces]
-        server.start().join()
+        try:
+            server.start().join()
+        except WorldError as error:
+            if me not in self._silent or "declared this server lost" not in str(error):
+                raise
 
     def _serve_new(self, one: Replacement, transport: Transport) -> None:
         """Serve in the place of a lost server, as soon as the plan says so."""
@@ -230,6 +247,12 @@ class Servers:
         """Kill a server, at a moment that the seed draws in chaos mode."""
         if server in self._transports:
             kill_rank(self._transports[server])
+
+    def silence_soon(self, server: int, how: Callable[[Transport, float], None], seconds: float) -> None:
+        """Freeze a server or cut it off, by `freeze_rank` or `cut_off_rank`. It may be declared lost."""
+        if server in self._transports:
+            self._silent.add(server)
+            how(self._transports[server], seconds)
 
     def weights(self, killed: Sequence[int] = (), shards: int | None = None) -> Tensor:
         """What the servers that live hold of the first space.

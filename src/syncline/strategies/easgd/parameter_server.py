@@ -96,7 +96,8 @@ class ServerElasticRun(ReplicaRun):
         if not self.several_workers:
             self._publish(tick=False)
         elif self.steps_since_average and self.client.clock == 0:
-            self.average_with_centre()  # else none of this worker's steps would be in the centre
+            with torch.no_grad():  # else none of this worker's steps would be in the centre
+                self.lookahead.subtract(self.average_with_centre())
 
     def enter_training(self) -> None:
         """A newcomer begins at the centre."""

@@ -58,8 +58,18 @@ def member_of(world: World) -> int:
     return world.elastic.limits.member
 
 
-def train(world: World, strategy: str, samples: int, victims: Mapping[int, int], journal: Journal) -> Result:
-    """Sample i changes row i of the model alone, by −1 times the scale of the push."""
+def train(
+    world: World,
+    strategy: str,
+    samples: int,
+    victims: Mapping[int, int],
+    journal: Journal,
+    leavers: Mapping[int, int] | None = None,
+) -> Result:
+    """Sample i changes row i of the model alone, by −1 times the scale of the push.
+
+    Some workers are killed before a step, others are asked to leave in it.
+    """
     member, steps = member_of(world), 0
     model = torch.nn.Embedding(samples, 2)
     torch.nn.init.zeros_(model.weight)
@@ -75,6 +85,9 @@ def train(world: World, strategy: str, samples: int, victims: Mapping[int, int],
                 journal.read.update((epoch, int(each)) for each in batch)
                 if victims.get(member) == steps:
                     kill_rank(world.transport)
+                if (leavers or {}).get(member) == steps:
+                    assert world.elastic is not None
+                    world.elastic.leave_reason = "it received SIGTERM"
                 steps += 1
                 world.compute(0.01 * (1 + member % 2))
                 optimizer.zero_grad()
@@ -89,14 +102,19 @@ def train(world: World, strategy: str, samples: int, victims: Mapping[int, int],
 
 
 def simulated(
-    strategy: str, samples: int, victims: Mapping[int, int], joins: Sequence[Fault], seed: int
+    strategy: str,
+    samples: int,
+    victims: Mapping[int, int],
+    joins: Sequence[Fault],
+    seed: int,
+    leavers: Mapping[int, int] | None = None,
 ) -> tuple[Simulation, Journal]:
     """With half of the seeds, each shard lives on both servers."""
     journal, replicas = Journal(), 1 + seed // 2 % 2
 
     def train_with_replicas(world: World) -> Result:
         server_network(world, replicas)
-        return train(world, strategy, samples, victims, journal)
+        return train(world, strategy, samples, victims, journal, leavers)
 
     found = sl.simulate(
         train_with_replicas,
@@ -148,6 +166,18 @@ def survive(strategy: str) -> Callable[[int], None]:
             assert all((each.weights < 0).all() for each in results), "every sample has changed the servers' weights"
 
     return check
+
+
+@pytest.mark.parametrize("name", ["ssp", "downpour", "easgd"])
+def test_a_preempted_worker_leaves_after_its_step(name: str) -> None:
+    samples = 36
+    found, journal = simulated(STRATEGIES[name], samples, {}, (), 1, leavers={1: 2})
+    assert [type(result) for result in found.results] == [Result, SystemExit, Result]
+    assert len(journal.clocks[1]) == 3
+    assert all(journal.trained[epoch, sample] for epoch in range(EPOCHS) for sample in range(samples))
+    results = [result for result in found.results if isinstance(result, Result)]
+    assert torch.equal(results[0].weights, results[1].weights)
+    assert (results[0].weights < 0).all()
 
 
 @pytest.mark.hunt

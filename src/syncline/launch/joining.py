@@ -102,9 +102,9 @@ class _LosableEvents(ProcessEvents):
         super().__init__(store)
         self._job = job
 
-    def post_dead(self, ended: ProcessExit) -> None:
+    def post_dead(self, ended: ProcessExit, reason: str = "") -> None:
         if answers(self._job):
-            super().post_dead(ended)
+            super().post_dead(ended, reason)
 
 
 class JoiningRank(FixedRanks):

@@ -242,6 +242,12 @@ class AsynchronousRun(StrategyRun):
                 epochs.current.trained(self.counted_steps)
 
     def between_steps(self, missed: int = 0) -> bool:
+        elastic = self.world.elastic
+        if elastic is not None and elastic.leave_reason:
+            self.flush_steps()
+            self.note_trained()
+            self._refresh_claims()
+            elastic.leave_if_requested(self.world)
         if self.roll is None:
             return super().between_steps(missed)
         self.note_trained()

@@ -447,6 +447,11 @@ class Elastic:
         if why is not None:
             self._leave(world, why)
 
+    def leave_if_requested(self, world: World) -> None:
+        """In a run in which no worker waits for another: leave, if this worker was asked to, between its own steps."""
+        if self.leave_reason and not self.joining:
+            self._leave(world, self.leave_reason)
+
     def _leave(self, world: World, why: str) -> None:
         logger.warning("member %d leaves the job: %s", self.limits.member, why)
         world.leave(why)

@@ -167,6 +167,32 @@ def test_each_signal_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Recorded.made[-1].sent == [{"signal": 15}, {"signal": 9}]
 
 
+def test_rank_starts_again_on_a_host_whose_ssh_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ssh, started = tmp_path / "ssh", tmp_path / "started"
+    ssh.write_text(f"#!/bin/sh\necho $$ >> {started}\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    started.touch()
+    monkeypatch.setenv("SYNCLINE_SSH", str(ssh))
+    monkeypatch.setattr(ssh_module, "START_TIMEOUT_S", 0.0)
+    programs = [Program(name=f"rank {n}", target=("x.py",), variables={}, rank=n, host="a") for n in range(2)]
+    events = ProcessEvents(serve_store("127.0.0.1"))
+
+    def pids() -> list[int]:
+        return list(map(int, started.read_text().split()))
+
+    with OutputForwarder(io.BytesIO(), io.BytesIO()) as output:
+        share = HostPrograms(0, Host("a", 1), programs[:1])
+        remote = RemoteProcesses([share], "127.0.0.1", 9, events, output, elastic=True)
+        remote.start(lambda: False)
+        wait_for(lambda: len(pids()) == 1, "ssh has started")
+        assert [(ended.name, ended.code) for ended in remote.poll()] == [("rank 0", 1)]
+        assert remote.add(programs[1], lambda: False), "by another connection"
+        wait_for(lambda: len(pids()) == 2, "ssh has started again")
+        assert [ended.name for ended in remote.poll()] == ["rank 1"]
+        wait_for(lambda: not remote.poll() and not any(map(alive, pids())), "each ssh that hangs is ended")
+        remote.close()
+
+
 def test_ssh_uses_keepalive(runs: Runs) -> None:
     ssh = runs.folder / "ssh"
     ssh.write_text(f'#!/bin/sh\n[ $1 = -G ] && exec echo hostname 127.0.0.1\necho "$@" > {runs.folder}/words\nexit 3\n')

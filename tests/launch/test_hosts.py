@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,7 +17,9 @@ from typing import ClassVar
 import pytest
 
 from syncline.errors import SpecError, WorldError
+from syncline.launch import discovery as discovery_module
 from syncline.launch import ssh as ssh_module
+from syncline.launch.discovery import HostDiscovery
 from syncline.launch.output import OutputForwarder
 from syncline.launch.process_events import ProcessEvents, serve_store
 from syncline.launch.programs import Host, Program, parse_hosts
@@ -191,6 +194,21 @@ def test_rank_starts_again_on_a_host_whose_ssh_hangs(monkeypatch: pytest.MonkeyP
         assert [ended.name for ended in remote.poll()] == ["rank 1"]
         wait_for(lambda: not remote.poll() and not any(map(alive, pids())), "each ssh that hangs is ended")
         remote.close()
+
+
+def test_discovery_script_that_fails_is_not_called_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery_module, "ASK_EVERY_S", 3600.0)
+    script = tmp_path / "hosts.sh"
+    script.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\nexit 3\n")
+    script.chmod(0o755)
+    with contextlib.closing(HostDiscovery(str(script))) as hosts:
+        wait_for(lambda: hosts.poll() is None and hosts.problem != "", "the first call has failed")
+        for _ in range(100):
+            assert hosts.poll() is None
+    assert (tmp_path / "calls").read_text().split() == ["called"]
+    assert hosts.problem == "it ended with exit code 3"
 
 
 def test_ssh_uses_keepalive(runs: Runs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,7 +17,9 @@ from typing import ClassVar
 import pytest
 
 from syncline.errors import SpecError, WorldError
+from syncline.launch import discovery as discovery_module
 from syncline.launch import ssh as ssh_module
+from syncline.launch.discovery import HostDiscovery
 from syncline.launch.output import OutputForwarder
 from syncline.launch.process_events import ProcessEvents, serve_store
 from syncline.launch.programs import Host, Program, parse_hosts
@@ -165,6 +168,47 @@ def test_each_signal_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
             crew.signal(number)
     assert Recorded.made[-1].sent == [{"signal": 15}, {"signal": 9}]
+
+
+def test_rank_starts_again_on_a_host_whose_ssh_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ssh, started = tmp_path / "ssh", tmp_path / "started"
+    ssh.write_text(f"#!/bin/sh\necho $$ >> {started}\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    started.touch()
+    monkeypatch.setenv("SYNCLINE_SSH", str(ssh))
+    monkeypatch.setattr(ssh_module, "START_TIMEOUT_S", 0.0)
+    programs = [Program(name=f"rank {n}", target=("x.py",), variables={}, rank=n, host="a") for n in range(2)]
+    events = ProcessEvents(serve_store("127.0.0.1"))
+
+    def pids() -> list[int]:
+        return list(map(int, started.read_text().split()))
+
+    with OutputForwarder(io.BytesIO(), io.BytesIO()) as output:
+        share = HostPrograms(0, Host("a", 1), programs[:1])
+        remote = RemoteProcesses([share], "127.0.0.1", 9, events, output, elastic=True)
+        remote.start(lambda: False)
+        wait_for(lambda: len(pids()) == 1, "ssh has started")
+        assert [(ended.name, ended.code) for ended in remote.poll()] == [("rank 0", 1)]
+        assert remote.add(programs[1], lambda: False), "by another connection"
+        wait_for(lambda: len(pids()) == 2, "ssh has started again")
+        assert [ended.name for ended in remote.poll()] == ["rank 1"]
+        wait_for(lambda: not remote.poll() and not any(map(alive, pids())), "each ssh that hangs is ended")
+        remote.close()
+
+
+def test_discovery_script_that_fails_is_not_called_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery_module, "ASK_EVERY_S", 3600.0)
+    script = tmp_path / "hosts.sh"
+    script.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\nexit 3\n")
+    script.chmod(0o755)
+    with contextlib.closing(HostDiscovery(str(script))) as hosts:
+        wait_for(lambda: hosts.poll() is None and hosts.problem != "", "the first call has failed")
+        for _ in range(100):
+            assert hosts.poll() is None
+    assert (tmp_path / "calls").read_text().split() == ["called"]
+    assert hosts.problem == "it ended with exit code 3"
 
 
 def test_ssh_uses_keepalive(runs: Runs) -> None:

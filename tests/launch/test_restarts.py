@@ -232,6 +232,15 @@ def test_rank_that_waits_for_a_team_is_ended_with_the_others() -> None:
     assert job.said == ["rank 3 is not needed any more: the others have ended well"]
 
 
+def test_rank_that_has_left_may_end_after_the_others() -> None:
+    job = Job(ElasticOptions(1, 2), 2)
+    job.log.append("left", member=1, reason="it received SIGTERM")
+    job.log.append("team", team=[0], generation=2)
+    job.ranks.record_exit(ended(0, 0))
+    assert job.ranks.drop_unneeded() == []
+    assert job.said == []
+
+
 def test_rank_in_the_team_may_finish_after_the_others() -> None:
     job = Job(ElasticOptions(1, 2), 2)
     job.log.append("team", team=[1, 0], generation=2)

@@ -7,6 +7,7 @@ hosts that disappear are asked to leave.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -59,7 +60,7 @@ class HostDiscovery:
         self._local_names = local_names
         self._call: subprocess.Popen[bytes] | None = None
         self._output = tempfile.TemporaryFile(prefix="syncline-hosts-")  # noqa: SIM115 - closed in close()
-        self._since = 0.0
+        self._since = -math.inf
         self._hosts: tuple[Host, ...] | None = None
         self.problem = ""
         """Why the latest call has failed; empty if it has not."""
@@ -68,7 +69,7 @@ class HostDiscovery:
         """The hosts of the latest call that has succeeded; None before it. Does not wait."""
         now = time.monotonic()
         if self._call is None:
-            if now - self._since >= ASK_EVERY_S or self._hosts is None:
+            if now - self._since >= ASK_EVERY_S:
                 self._start(now)
         elif self._call.poll() is not None:
             self._read(self._call.returncode)

@@ -105,10 +105,10 @@ class _LosableEvents(ProcessEvents):
         super().__init__(store)
         self._job = job
 
-    def post_dead(self, ended: ProcessExit) -> None:
+    def post_dead(self, ended: ProcessExit, reason: str = "") -> None:
         if answers(self._job):
             with suppress(RuntimeError):  # the job ends at this moment
-                super().post_dead(ended)
+                super().post_dead(ended, reason)
 
 
 class JoiningRank(FixedRanks):

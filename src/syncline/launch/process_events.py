@@ -69,10 +69,10 @@ class ProcessEvents:
         self.store = store
         self._read = {ENDED: 0, RAISED: 0}
 
-    def post_dead(self, ended: ProcessExit) -> None:
-        """Report to the ranks that a rank, server or evaluator has failed."""
+    def post_dead(self, ended: ProcessExit, reason: str = "") -> None:
+        """Report to the ranks that a rank, server or evaluator has failed, or that a rank has left for a reason."""
         who = ended.name if ended.rank is None else ended.rank
-        self.store.set(f"{DEAD}/{who}", json.dumps({"rank": ended.rank, "reason": ended.reason()}))
+        self.store.set(f"{DEAD}/{who}", json.dumps({"rank": ended.rank, "reason": reason or ended.reason()}))
         self.store.add(DEAD, 1)
 
     def read_heartbeats(self, names: Iterable[str]) -> dict[str, str]:

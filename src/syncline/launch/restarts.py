@@ -159,6 +159,8 @@ class ElasticRanks(FixedRanks):
         """Running ranks that other processes have started, with their hosts."""
         self._joined_done = 0
         self._checkpoint = ""
+        self._left: set[int] = set()
+        """Members that have left the job by themselves. Their processes may still run."""
         self._team: set[int] = set()
         """The members of the latest team that the ranks have formed."""
         self._log_read = clock()
@@ -342,6 +344,8 @@ class ElasticRanks(FixedRanks):
             elif entry.kind in CHECKPOINT_SENTENCES:
                 self._checkpoint = CHECKPOINT_SENTENCES[entry.kind].format(**entry.fields)
             member = entry.fields.get("member")
+            if entry.kind == "left" and isinstance(member, int):
+                self._left.add(member)
             if member in self._own or not isinstance(member, int):
                 continue
             if entry.kind == "started":
@@ -360,10 +364,11 @@ class ElasticRanks(FixedRanks):
         present = {slot.member for slot in running} | set(self._joined)
         if not self._team or present & self._team:
             return []
-        for slot in running:
+        waiting = [slot for slot in running if slot.member not in self._left]
+        for slot in waiting:
             self._say(f"rank {slot.member} is not needed any more: the others have ended well")
             self.record_exit(ProcessExit(name=f"rank {slot.member}", rank=slot.member, code=-signal.SIGKILL))
-        return [f"rank {slot.member}" for slot in running]
+        return [f"rank {slot.member}" for slot in waiting]
 
     def joined(self) -> list[str]:
         return [f"rank {member}" for member in self._joined]

@@ -100,6 +100,16 @@ class AgentConnection:
         lines = data.decode(errors="replace").strip().splitlines()
         return f" ({lines[-1].strip()})" if lines else ""
 
+    @property
+    def ending(self) -> bool:
+        """Whether the agent was asked to end. Nothing can be sent to it any more."""
+        return self._until > 0
+
+    def kill_if_overdue(self) -> None:
+        """Kill ssh if it has not ended in time after `request_end`: it may wait for a host that does not answer."""
+        if self._ssh is not None and self.ending and time.monotonic() > self._until:
+            self._ssh.kill()
+
     def request_end(self) -> None:
         """End the agent. Does not wait."""
         if self._ssh is not None and self._ssh.stdin is not None and not self._ssh.stdin.closed:
@@ -251,7 +261,7 @@ class RemoteProcesses:
 
     def add(self, program: Program, give_up: Callable[[], bool]) -> bool:
         for share, link in self._links:
-            if share.host.name == program.host and link.code() is None:
+            if share.host.name == program.host and link.code() is None and not link.ending:
                 share.running[program.name] = program
                 link.send({"program": program.to_json()})
                 return True
@@ -298,6 +308,7 @@ class RemoteProcesses:
     def _close_ended(self) -> None:
         """Forget the connections that have ended and have no programs."""
         for share, link in list(self._links):
+            link.kill_if_overdue()
             if link.code() is not None and not share.running:
                 link.close()
                 self._links.remove((share, link))

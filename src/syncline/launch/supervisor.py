@@ -206,6 +206,7 @@ class Supervisor:
             if self._saves and one.rank is not None and one.code == STOPPED:
                 self._stopped = True
             elif self._elastic.has_left(one):
+                self._events.post_dead(one, "it has left the job")  # servers and clocks do not wait for it
                 if self._ending_since is None:
                     self._say(f"{one.name} has left the job, and the others go on")
             elif one.failed and self._ending_since is None:

@@ -147,11 +147,12 @@ class AsynchronousRun(StrategyRun):
         else:
             self._refresh_claims()
         self.control_channel().finish()
+        if self._leaves:
+            if self.roll is not None:
+                self.roll.leave()
+            return
         if self.roll is None:
             self._barrier.close()
-        elif self._leaves:
-            self.roll.leave()
-            return
         else:
             self.roll.close()
         self.read_final()
@@ -276,14 +277,12 @@ class AsynchronousRun(StrategyRun):
 
     def between_steps(self, missed: int = 0) -> bool:
         elastic = self.world.elastic
-        if self.roll is None or elastic is None:
-            return super().between_steps(missed)
         self.note_trained()
-        if elastic.leave_reason:
+        if elastic is not None and elastic.leave_reason and not elastic.joining:
             self._leaves = True
             self.close()
             elastic.leave(self.world, elastic.leave_reason)
-        return False
+        return self.roll is None and super().between_steps(missed)
 
     def apply_change_of_data(self, change: TeamChange) -> None:
         if self.roll is None:

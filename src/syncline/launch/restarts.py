@@ -161,6 +161,8 @@ class ElasticRanks(FixedRanks):
         self._checkpoint = ""
         self._team: set[int] = set()
         """The members of the latest team that the ranks have formed."""
+        self._alone: set[int] = set()
+        """Members that have joined an asynchronous run: they train, and are in no team."""
         self._log_read = clock()
         self._waiting_since: float | None = None
         self._failures: defaultdict[str, list[float]] = defaultdict(list)
@@ -339,6 +341,7 @@ class ElasticRanks(FixedRanks):
         for entry in self._log.read():
             if entry.kind == "team":
                 self._team = set(entry.fields.get("team", ()))
+                self._alone |= {entry.fields["alone"]} if "alone" in entry.fields else set()
             elif entry.kind in CHECKPOINT_SENTENCES:
                 self._checkpoint = CHECKPOINT_SENTENCES[entry.kind].format(**entry.fields)
             member = entry.fields.get("member")
@@ -358,7 +361,7 @@ class ElasticRanks(FixedRanks):
         self._read_log()
         running = [slot for slot in self._slots if slot.state == "running"]
         present = {slot.member for slot in running} | set(self._joined)
-        if not self._team or present & self._team:
+        if not self._team or present & (self._team | self._alone):
             return []
         for slot in running:
             self._say(f"rank {slot.member} is not needed any more: the others have ended well")

@@ -248,6 +248,17 @@ def test_rank_in_the_team_may_finish_after_the_others() -> None:
     assert job.ranks.drop_unneeded() == []
 
 
+def test_rank_that_trains_in_no_team_may_finish_after_the_others() -> None:
+    """The first workers of an asynchronous run form a team of their own when they close the world."""
+    job = Job(ElasticOptions(1, 2, restarts=1), 2)
+    job.lose(1)
+    assert job.at(1.0) == ["rank 0", "rank 2"]
+    job.log.append("team", team=[0, 2], generation=1, alone=2)
+    job.log.append("team", team=[0], generation=2)
+    job.ranks.record_exit(ended(0, 0))
+    assert job.ranks.drop_unneeded() == []
+
+
 def test_joined_ranks_count() -> None:
     """They count for the minimum and the maximum, and a joined rank that is silent is recorded as lost."""
     job = Job(ElasticOptions(2, 2, restarts=1), 2)

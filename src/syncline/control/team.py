@@ -186,9 +186,12 @@ class TeamFormation:
         return self._must_leave.get(self.member, "")
 
     def announce(self, members: list[int]) -> None:
-        """Write the present members into the log, for the launcher: newcomers to asynchronous runs are in no team."""
+        """Write the present members into the log, for the launcher: newcomers to asynchronous runs are in no team.
+
+        Such a newcomer is `alone` in the entry: it trains although later teams do not contain it.
+        """
         generation = 0 if self._latest is None else self._latest.generation
-        self.log.append(TEAM, generation=generation, team=members)
+        self.log.append(TEAM, generation=generation, team=members, alone=self.member)
 
     def leave(self, reason: str) -> None:
         """Announce that this member leaves by itself: the others do not wait for it."""

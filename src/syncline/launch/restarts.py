@@ -163,6 +163,8 @@ class ElasticRanks(FixedRanks):
         """Members that have left the job by themselves. Their processes may still run."""
         self._team: set[int] = set()
         """The members of the latest team that the ranks have formed."""
+        self._alone: set[int] = set()
+        """Members that have joined an asynchronous run: they train, and are in no team."""
         self._log_read = clock()
         self._waiting_since: float | None = None
         self._failures: defaultdict[str, list[float]] = defaultdict(list)
@@ -341,6 +343,7 @@ class ElasticRanks(FixedRanks):
         for entry in self._log.read():
             if entry.kind == "team":
                 self._team = set(entry.fields.get("team", ()))
+                self._alone |= {entry.fields["alone"]} if "alone" in entry.fields else set()
             elif entry.kind in CHECKPOINT_SENTENCES:
                 self._checkpoint = CHECKPOINT_SENTENCES[entry.kind].format(**entry.fields)
             member = entry.fields.get("member")
@@ -362,7 +365,7 @@ class ElasticRanks(FixedRanks):
         self._read_log()
         running = [slot for slot in self._slots if slot.state == "running"]
         present = {slot.member for slot in running} | set(self._joined)
-        if not self._team or present & self._team:
+        if not self._team or present & (self._team | self._alone):
             return []
         waiting = [slot for slot in running if slot.member not in self._left]
         for slot in waiting:

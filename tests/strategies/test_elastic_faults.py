@@ -290,6 +290,7 @@ def test_local_steps_of_a_worker_lost_at_the_end_of_an_epoch_are_dealt_again(str
         ("adacomm", 4),  # a newcomer does not enter between two rounds
         ("local", 115),  # a worker whose run is made after a loss that the others have seen in theirs
         ("gossip beside the step", 5025),  # a newcomer enters where all workers have run out of data
+        ("diloco beside steps", 5052),  # a loss while the round in flight is completed before a newcomer enters
         ("dense", 5024),  # a team forms while a worker is cut off for less than the launcher's limit
     ],
 )

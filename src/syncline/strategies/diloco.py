@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ from syncline.strategies.base import (
 )
 from syncline.strategies.local import CONSENSUS_EVERY_ROUNDS
 from syncline.strategies.local_weights import AveragingRun
+from syncline.world import TeamChange
 
 __all__ = ["DiLoCo", "nesterov"]
 
@@ -125,6 +126,11 @@ class DiLoCoRun(AveragingRun):
     def complete_in_flight(self) -> None:
         if self._in_progress:
             self._wait()
+
+    def apply_change_of_data(self, change: TeamChange) -> None:
+        # The round in flight is not that of the current batch. What was counted since that batch was read counts on all
+        # workers: those without data could not tell.
+        super().apply_change_of_data(replace(change, trained=change.trained or self.strategy.overlap))
 
     def share_steps(self, missed: int) -> None:
         self.complete_in_flight()  # a team that changes later sends all messages in the same order

@@ -183,7 +183,7 @@ class UnevenData:
                 missed += 1
                 if run.between_steps(missed):
                     missed = 0
-                    # The workers with data find out anew who has how much: some may not expect this one any more.
+                    # The workers with data count again how much each has: some may no longer expect this one.
                     run.epoch_continues |= run.readers.changes != changes
                     if run.epoch_continues:
                         break

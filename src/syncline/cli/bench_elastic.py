@@ -1,4 +1,4 @@
-"""`syncline bench elastic`: how a job survives losses, and how fast it goes on.
+"""`syncline bench elastic`: how a job survives losses, and how fast it continues.
 
 examples:
   syncline bench elastic -n 4 --seconds 60 --kill-every 15           a worker is killed every 15 seconds
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--against",
         action="append",
         metavar="torchft",
-        help="measure torchft with the same kills, too; it listens on all interfaces of this machine",
+        help="also measure torchft, with the same kills; it listens on all interfaces of this machine",
     )
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="of a run; default %(default)g")
     parser.add_argument(
@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Run the benchmark; return 0 if every job went on and ended well, else 1."""
+    """Run the benchmark; return 0 if every job continued and ended well, else 1."""
     from syncline.bench.elastic.report import failed, measure, table
 
     names = ["seconds", "undisturbed", "kill_every", "kill", "lost", "lost_after", "servers", "replicas", "transport"]

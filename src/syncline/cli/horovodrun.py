@@ -136,7 +136,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _configure_elastic(parser: argparse.ArgumentParser) -> None:
     elastic = parser.add_argument_group("elastic", "the job goes on without lost workers, and takes new ones")
     for flag, name, text in (
-        ("min", "min_np", "the least workers; the job ends with fewer. Default: -np"),
+        ("min", "min_np", "the fewest workers; the job ends with fewer. Default: -np"),
         ("max", "max_np", "the most workers. Default: -np, or no limit with a script"),
     ):
         elastic.add_argument(f"--{flag}-np", f"--{flag}-num-proc", type=int, dest=name, metavar="N", help=text)

@@ -29,8 +29,8 @@ __all__ = ["Arrival", "Team", "TeamFormation", "find_cut_off"]
 TEAM_KEY = "control/team"
 ARRIVE_KEY = "control/arrive"
 WAITING, TEAM, LOST, LEFT, LEAVE, ENDING = "waiting", "team", "lost", "left", "leave", "ending"
-"""Kinds of log entries: a newcomer waits; a team was formed; a member is lost; a member has left by itself; a member
-must leave, says the launcher; the launcher ends the job."""
+"""Kinds of log entries: a newcomer waits; a team was formed; a member is lost; a member has left by itself; the
+launcher asks a member to leave; the launcher ends the job."""
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
 """Polling interval of the store in seconds while a team forms: at first, and at most."""
 
@@ -111,8 +111,8 @@ class TeamFormation:
         self._gone: dict[int, str] = {}
         """Members that have left, or that others have declared lost, with the reason."""
         self.stopped: Callable[[], str] = lambda: ""
-        """Why this member no longer waits for newcomers if the team has fewer members than the minimum; empty: it
-        does."""
+        """Why this member no longer waits for newcomers when the team has fewer members than the minimum; empty if it
+        waits."""
         self.ending = ""
         """Why the launcher ends the job, as far as the log was read; empty if it does not."""
         self._must_leave: dict[int, str] = {}
@@ -133,8 +133,8 @@ class TeamFormation:
     ) -> Team | None:
         """Wait until a team after the generation `after` contains this newcomer.
 
-        `gave_up` is asked again and again; None is returned if it says that the others have passed the place. `soon`
-        says whether the admission is expected within a few steps: the store is then asked more often.
+        `gave_up` is called repeatedly. It returns True when the others have passed the place; then None is returned.
+        `soon` says whether the admission is expected within a few steps: the store is then asked more often.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         for _ in self._poll(soon, timeout_s):
@@ -217,8 +217,9 @@ class TeamFormation:
         """Wait for the other members of the team before, and return the next team.
 
         Newcomers that wait at `place` are admitted, and the minimum is demanded, only if the most advanced members are
-        between two steps. `only`: the newcomers to which this member is connected in advance. Others wait longer.
-        `shrinks`: the minimum is not demanded. A team below it has no newcomers, and the same on all members.
+        between two steps. `only` are the newcomers to which this member has connected in advance; other newcomers wait
+        longer. With `shrinks` a team may have fewer members than the minimum, and then has no newcomers. `shrinks` is
+        the same on all members.
         """
         generation = before.generation + 1
         self._arrive(generation, arrival)
@@ -359,7 +360,7 @@ class TeamFormation:
                 self._gone[member] = str(entry.fields.get("reason", ""))
 
     def _poll(self, soon: Callable[[], bool] = lambda: False, timeout_s: float | None = None) -> Iterator[None]:
-        """Yields again and again, with growing pauses, until the pauses add up to the timeout. `soon`: short pauses.
+        """Yields again and again, with growing pauses, until the pauses add up to the timeout; short ones while `soon`.
 
         The clock is not asked: this process may have been suspended, and the others were not slow.
         """
@@ -389,8 +390,8 @@ def _read_arrival(found: Mapping[str, Any]) -> Arrival:
 def find_cut_off(arrivals: Mapping[int, Arrival]) -> dict[int, str]:
     """The members to leave out so that all others reach each other, each with the reason.
 
-    One member of a pair that cannot talk is enough. Left out first is a newcomer without the state, then the member
-    with the most such pairs, then the one with the highest rank. `arrivals` is in the order of the ranks.
+    Of two members that cannot reach each other, one is left out: first newcomers without the state, then the member
+    with the most such pairs, and of equal ones that with the highest rank. `arrivals` is in the order of the ranks.
 
     >>> arrivals = {member: Arrival(5, False) for member in (0, 2, 3)}
     >>> find_cut_off({**arrivals, 2: Arrival(5, False, unreachable=(3,))})

@@ -1,4 +1,4 @@
-"""Which worker reads which batch of an epoch, where each worker has its own pace and workers come and go.
+"""Which worker reads which batch of an epoch, if each worker has its own pace and workers are lost or join.
 
 A worker claims the next batches of the epoch's order, and reports those that it has trained. A batch of a lost worker
 that was not reported is claimed by another one. The state of an epoch is one text in the job's store, which changes by
@@ -76,7 +76,7 @@ class EpochState:
         return claimed
 
     def finish(self, member: int, batches: list[int]) -> None:
-        """Report trained batches. Those that others have taken over meanwhile are theirs."""
+        """Report trained batches. Batches that other workers have taken over stay theirs."""
         left = [batch for batch in self.held.pop(member, []) if batch not in batches]
         if left:
             self.held[member] = left
@@ -127,8 +127,8 @@ class Epochs:
         """`steps` counts this worker's steps, and `barriers` how often it has waited for all others.
 
         `before_epoch` publishes what newcomers need. At the end of an epoch `flush` makes all steps part of what
-        survives the loss of this worker, and `idle` is entered while it waits for others. `stopped`: whether it shall
-        wait no longer.
+        survives the loss of this worker, and `idle` is entered while it waits for others. `stopped` says
+        whether it must end its wait.
         """
         self.before_epoch, self.steps, self.flush = before_epoch, steps, flush
         self.store, self.runtime, self.name, self.member = store, runtime, name, member
@@ -145,7 +145,7 @@ class Epochs:
         return None if text is None else EpochState.from_json(text)
 
     def begin(self, epoch: int, visit: int, batches: int, first: int) -> EpochClaims:
-        """Begin an epoch, or join those who have. It starts at batch `first`."""
+        """Begin an epoch at batch `first`, or join the workers that have begun it."""
         self.refresh()  # an epoch that was left early
         self.before_epoch()
         key = self.key(epoch, visit)
@@ -272,7 +272,7 @@ class EpochClaims:
         return None
 
     def leave(self) -> None:
-        """The loop was left: what this worker has not trained is free for others, soon. It sends nothing."""
+        """The loop was left. The next `refresh` frees the batches that this worker has not trained."""
         self._left = True
 
     def _update(self, count: int, unread: list[int] | None = None) -> None:

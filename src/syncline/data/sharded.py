@@ -46,7 +46,7 @@ class EpochReader(ABC, Generic[T]):
     def __init__(self, source: Source, part: RankPartition, cursor: Cursor | None, split: bool = True) -> None:
         self.cursor = Cursor() if cursor is None else cursor
         self.claims: Epochs | None = None
-        """In an elastic job in which each worker has its own pace: which worker reads which batch."""
+        """Which worker reads which batch, in an elastic job in which each worker has its own pace; else None."""
         self.teams = 0
         """How often the number of ranks has changed."""
         self._source = source

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 LEFT_CODE = 128 + 15
-"""The exit code of a worker that has left an elastic job politely. The launcher does not start it again."""
+"""The exit code of a worker that was asked to leave an elastic job, and has left. It is not started again."""
 KEY_VARIABLE = "SYNCLINE_KEY"
 """The key of a world, the same in all its processes; "none" for none."""
 JOB_FOLDER_VARIABLE = "SYNCLINE_JOB_FOLDER"

@@ -1,4 +1,4 @@
-"""Asks a script again and again which hosts an elastic job may use, as `horovodrun --host-discovery-script` does.
+"""Asks a script repeatedly which hosts an elastic job may use, as `horovodrun --host-discovery-script` does.
 
 The script prints a line for each host: `name:slots`, or `name` alone. Hosts that appear get workers, and workers of
 hosts that disappear are asked to leave.

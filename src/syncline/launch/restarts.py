@@ -42,7 +42,7 @@ CHECKPOINT_SENTENCES = {
     "saved": "step {step} is saved in {folder}: to continue from there, call {load} after sl.distribute",
     "not saved": "step {step} could not be saved in {folder}: {reason}",
 }
-"""What is said of the checkpoint of the last ranks, by the kind of their entry in the control log."""
+"""Messages about the checkpoint of the last ranks, by the kind of their entry in the control log."""
 READ_LOG_EVERY_S = 1.0
 OWN_STORE_TIMEOUT_S = 600.0
 """Timeout in seconds of a call to the store, which this process serves itself; it may be suspended for a while."""
@@ -61,7 +61,7 @@ class FixedRanks:
         """A rank has ended and has not failed."""
 
     def has_left(self, ended: ProcessExit) -> bool:
-        """Whether a rank has left the job politely: it has not failed, and the job goes on."""
+        """Whether a rank was asked to leave, and has left: it has not failed, and the job continues."""
         return False
 
     def record_failure(self, ended: ProcessExit) -> str:
@@ -111,7 +111,7 @@ class ChangingHosts:
     shortage_timeout_s: float
     """Seconds with fewer ranks than the minimum after which the job ends."""
     leave_timeout_s: float
-    """Seconds after which a rank is killed that was asked to leave."""
+    """Seconds after which a rank that was asked to leave is killed."""
 
 
 @dataclass(eq=False)
@@ -300,7 +300,7 @@ class ElasticRanks(FixedRanks):
         if hosts.discovery.problem != self._hosts_problem:
             self._hosts_problem = hosts.discovery.problem
             if self._hosts_problem:
-                self._say(f"the hosts could not be asked for: {self._hosts_problem}; they stay as they are")
+                self._say(f"the host discovery script failed: {self._hosts_problem}; the hosts stay as they are")
         if found is not None and found != self._hosts_seen:
             self._hosts_seen = found
             self._change_slots(hosts, {host.name: host.slots for host in found}, now)

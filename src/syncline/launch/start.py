@@ -89,7 +89,7 @@ class Job:
     elastic: ElasticOptions | None = None
     """The limits of an elastic job, which goes on without the ranks that fail. Its policy is "continue"."""
     discovery: HostDiscovery | None = None
-    """Says which hosts an elastic job may use, while it runs."""
+    """Finds out, while an elastic job runs, which hosts it may use."""
     elastic_timeout_s: float = 600.0
     """With `discovery`: seconds that the job waits for more hosts, and that a worker has to leave."""
     folder: Path | None = None

@@ -68,7 +68,7 @@ POLL_EVERY_S = 0.03
 EXIT_TIMEOUT_S = 5.0
 """Seconds between the request to end and the kill."""
 LAST_CHECKPOINT_TIMEOUT_S = 60.0
-"""The same for the last ranks of an elastic job, which save a checkpoint. Nobody else waits for their end."""
+"""The same for the last ranks of an elastic job, which save a checkpoint. No other rank waits for them."""
 SAVE_TIMEOUT_S = 20.0
 """The same for ranks that save before they end. Slurm and Kubernetes kill after 30 s."""
 STOPPED = 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""Which servers hold which shard: the entries of a control log, which all clients and servers of a network read alike.
+"""Which servers hold which shard: the entries of a control log, the same for all clients and servers.
 
 At the start the chain of a shard has the servers that `ServerNetwork.chain` names. Two kinds of entries change it::
 

@@ -73,7 +73,7 @@ REPLY_ENCODED = 2
 
 FLOAT32 = 1
 
-# Kinds of records, which a server sends to the next replica of a shard; `ACKED` is the answer. A new server asks by
+# Kinds of records. A server sends them to the next replica of a shard; `ACKED` is the answer. A new server asks by
 # `JOIN`, gets a `SNAPSHOT` in pieces, and answers each by `RECEIVED`.
 REQUESTED, REJECTED, LOST, LEFT, ACKED, JOIN, SNAPSHOT, RECEIVED = range(1, 9)
 ANSWERS = (ACKED, JOIN, RECEIVED)

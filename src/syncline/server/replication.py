@@ -12,12 +12,12 @@ may ask for again::
 A reply waits until all servers after this one have the record. So a client gets no reply, and sees no value, that is
 lost with the head. A record with a short body is handled while it travels; its body is copied before, because the
 handler changes it, and the record may have to be sent again. A long body is forwarded without a copy, and handled when
-all servers after this one have it. When a server is lost, the one
-before it continues with the next one, and sends what was not acknowledged once more. When the head is lost, the next
-server is the head. Every server has the same `RequestHandler`, which is deterministic: what a request does depends on
-the earlier records only.
+all servers after this one have it. When a server is lost, the one before it sends all unacknowledged records to the
+next one. When the head is lost, the next server is the head. Every server has the same `RequestHandler`, which is
+deterministic: what a request does depends on the earlier records only.
 
-A new server is added at the end. It asks the last server for its state, which comes in pieces while serving goes on::
+A new server is added at the end. It asks the last server for its state, which comes in pieces while serving continues.
+The new server is *level* when it has acknowledged all records::
 
     new server ── join ──► last server    its state after record 7, packed
                ◄── snapshot, piece by piece ──┤    records 8, 9, … are handled as before, and kept
@@ -69,7 +69,7 @@ class _Newcomer:
     server: int
     """The number of the server that it replaces."""
     attempt: int
-    """Counts its attempts to join, so that it can tell the pieces of two snapshots apart."""
+    """Counts its attempts to join, to distinguish the pieces of two snapshots."""
     number: int
     """The snapshot is the state after this record."""
     pieces: Sequence[Tensor]

@@ -433,7 +433,7 @@ class Server:
         return self.chains[(self.network.server_number - header.replica) % len(self.network.servers)]
 
     def _lose(self, member: int, left: bool) -> None:
-        """Tell the handlers that a member is gone. That a server is lost counts when it is in the chain log."""
+        """Tell the handlers that a member is gone. The loss of a server counts when it is in the chain log."""
         if not self.chains:
             self._act(partial(self.handler.lose, member, left))
             return
@@ -480,7 +480,7 @@ class Server:
     # The chain log, and a new server.
 
     def _add_to_log(self, shard: int, member: int, server: int) -> None:
-        """A new server is level with this one, the last of a chain."""
+        """A new server has all records of this one, the last server of a chain."""
         self._level_servers.append((shard, member, server))
         self._chain_news.set()
 

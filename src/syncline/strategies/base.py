@@ -353,7 +353,7 @@ class StrategyRun(Run):
         return self._counted_at_batch is not None and self.counted_steps == self._counted_at_batch
 
     def complete_in_flight(self) -> None:
-        """Wait for reductions in flight, in which newcomers have no part. Every worker calls it, before some join."""
+        """Wait for reductions in flight: newcomers take no part in them. Every worker calls it before workers join."""
 
     def use_team(self) -> None:
         """Continue with the present team: the communicator has another rank and size. Every worker calls it."""

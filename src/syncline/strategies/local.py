@@ -208,7 +208,7 @@ class LocalRun(AveragingRun):
             found = self.deltas.finish(reduction)
             if counted > 0:
                 return found
-            weight = 1.0  # an elastic job has lost all workers that count: the others do
+            weight = 1.0  # all workers that count are lost (elastic jobs): the others count instead
 
     def after_sync(self) -> None:
         """Called at the end of a round, when all workers have the same weights."""

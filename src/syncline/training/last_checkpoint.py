@@ -1,4 +1,4 @@
-"""The checkpoint of an elastic job that cannot go on: the workers that are left save it, and a later run loads it."""
+"""The checkpoint of an elastic job that cannot continue: the last workers save it, and a later run loads it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVED, NOT_SAVED = "saved", "not saved"
 def save_for_later(world: World) -> None:
     """Save the runs of the world and their schedulers in the job's folder. Every member of the team calls it.
 
-    A failure is reported, and the job ends or goes on as it would without a checkpoint.
+    A failure is reported, and the job ends or continues as it would without a checkpoint.
     """
     elastic, folder = world.elastic, os.environ.get(JOB_FOLDER_VARIABLE, "")
     if elastic is None or not world.runs or not folder:

@@ -56,7 +56,7 @@ class StopSignals:
 def leave_on_signals(world: World) -> None:
     """In an elastic job: the first SIGTERM or SIGUSR1 makes this worker leave after a step, the second ends it at once.
 
-    Handlers of the script stay. Without a main thread that can handle signals nothing changes.
+    A handler of the script stays in place. Outside of the main thread nothing changes.
     """
     elastic = world.elastic
     if elastic is None or world.transport.timing.virtual:

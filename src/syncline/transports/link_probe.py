@@ -1,13 +1,13 @@
 """Finds links that are cut: TCP connections to a port at which every process of an elastic job listens.
 
-A wait that takes long does not tell why: the peer computes, the network is slow, or a link is cut. The kernel of the
+A long wait has one of several causes: the peer computes, the network is slow, or a link is cut. The kernel of the
 peer's host answers a connection even if the process is busy or stopped, or has ended. So only a host that does not
 answer for `timeout_s` seconds cannot be reached::
 
     rank 1 ── connect ──► host of rank 2   answered or refused: the link works
            ── connect ──► host of rank 3   no answer for timeout_s: unreachable[3]
 
-Nothing here waits: `poll` is called again and again by the task that sends the heartbeats.
+No call waits: the task that sends the heartbeats calls `poll` repeatedly.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ REPORT_EVERY_S = 1.0
 MAX_ATTEMPTS = 100
 """Teams that are formed for one change, before the world gives up: each attempt loses a member."""
 LEAVE_REPORT = 4096
-"""What a member reports that leaves after a step: more than all reports of newcomers, and exact in float16."""
+"""A member that leaves after a step reports this: more than all reports of newcomers, and exact in float16."""
 MAX_PREPARATIONS = 16
 """How often a team connects to newcomers in the background. After that it waits until they are connected."""
 MAX_UNCHANGED_TEAMS = 3
@@ -130,7 +130,7 @@ def read_elastic(environ: Mapping[str, str]) -> ElasticLimits | None:
 
 
 def describe_job(transport: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What must be the same in all processes of a job. Of the key only a fingerprint.
+    """What must be the same in all processes of a job. The key is a fingerprint only.
 
     >>> sorted(describe_job("zeromq", {"SYNCLINE_KEY": "none"}).items())[0]
     ('the key (SYNCLINE_KEY)', 'none')
@@ -170,14 +170,14 @@ class DataPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class TeamChange:
-    """A change of the team, for those who depend on the number of workers. Ranks are those in the teams."""
+    """A change of the team, for code that depends on the number of workers. Ranks are those in the teams."""
 
     rank: int
     size: int
     lost: tuple[int, ...]
     """The ranks in the old team of the workers that are not in the new one."""
     trained: bool
-    """Whether the lost workers' part of the operation that was interrupted is in a result that all have."""
+    """Whether all have a result of the interrupted operation that contains the part of the lost workers."""
 
 
 class RepeatableOperation(Protocol, Generic[T]):

@@ -226,7 +226,10 @@ def _check_elastic(elastic: tuple[int, int] | None, ranks: int, joins: Sequence[
         return
     least, most = elastic
     if not 1 <= least <= ranks <= most:
-        raise WorldError(f"elastic={elastic} with {ranks} ranks: the least, then the most workers, and ranks between")
+        raise WorldError(
+            f"elastic={elastic} with {ranks} ranks: expected (fewest workers, most workers), with ranks "
+            "neither below the first number nor above the second"
+        )
 
 
 def _start_member(

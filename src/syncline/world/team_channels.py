@@ -116,8 +116,8 @@ def open_channels(
 class Preparation:
     """One member's part in connecting a future team in the background.
 
-    The members find the future team, the *candidate*, in the store, where the first member of the present team writes
-    it. Newcomers find it there too. A loss meanwhile ends the preparation.
+    The first member of the present team writes the future team, the *candidate*, into the store. The other members and
+    the newcomers find it there. A loss meanwhile ends the preparation.
     """
 
     def __init__(self, connector: TeamConnector, member: int, number: int) -> None:
@@ -170,7 +170,7 @@ class Preparation:
             self._wait_until(self.find, "the candidate")
             if len(self.members) <= self._present:
                 raise PeerLostError("no newcomer waits any more")
-            # The connections themselves cannot be given up soon: begin when all members are there.
+            # A connection attempt ends only at its timeout: begin when all members are there.
             here = [f"{self._key}/here/{member}" for member in self.members]
             self._connector.store.set(f"{self._key}/here/{self._member}", "1")
             self._wait_until(lambda: self._connector.store.check(here), f"members {list(self.members)}")

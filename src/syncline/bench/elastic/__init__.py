@@ -1,1 +1,1 @@
-"""`syncline bench elastic`: how a job survives the loss of its workers and servers, and how fast it goes on."""
+"""`syncline bench elastic`: how a job survives the loss of its workers and servers, and how fast it continues."""

@@ -42,11 +42,11 @@ __all__ = [
 ]
 
 ADMISSION_WINDOW_S = 1.0
-"""Seconds before and after a newcomer's first step in which the others' longest step is what it cost them."""
+"""Seconds before and after a newcomer's first step. The others' longest step in them is the newcomer's cost."""
 MAX_INFLIGHT_PUSHES = 2
 """Pushes of a killed worker that the servers may have applied, and that its journal does not have."""
 WARM_UP_SHARE = 0.2
-"""The part of a process's life at its start that does not count for the growth of its memory."""
+"""The first part of a process's run time, which does not count for the growth of its memory."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Recovery:
     pause_s: Mapping[int, float]
     """By survivor: its longest time without a step before the next newcomer."""
     stuck: tuple[int, ...] = ()
-    """Survivors that completed no step any more, and were not killed themselves."""
+    """Survivors that completed no more steps, and were not killed themselves."""
 
 
 def recoveries(journals: Mapping[int, WorkerJournal], kills: Sequence[VictimKill], end: float) -> list[Recovery]:

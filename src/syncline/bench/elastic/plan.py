@@ -14,7 +14,7 @@ __all__ = ["ElasticPlan", "RunSchedule", "is_contender", "slug_of", "strategy_of
 
 CONTENDER_NAMES = ("torchft",)
 KILL_MARGIN_S = 4.0
-"""No kill in the last seconds of a run: the survivors must have the time to go on before the end."""
+"""No kill in the last seconds of a run: the survivors need this time to complete a step before the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class ElasticPlan:
         return [float(self.kill_every * number) for number in range(1, count + 1)]
 
     def schedule(self) -> list[RunSchedule]:
-        """The runs in their order: with and without losses in turn, and the other way round in every second round."""
+        """The runs in order. Runs with and without losses take turns, and every second round begins without."""
         plain = self.seconds if self.undisturbed is None else self.undisturbed
         found = []
         for turn in range(self.rounds):

@@ -169,7 +169,7 @@ def compare(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _join_costs(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """What each newcomer cost the one of the others that it cost most, in seconds and in median steps."""
+    """The highest cost of each newcomer for one of the others, in seconds and in median steps."""
     joins = [(join["extra_s"], run["median_step_s"]) for run in runs for join in run["joins"]]
     return [(max(extra), max(extra) / step_s) for extra, step_s in joins if extra and step_s]
 

@@ -366,7 +366,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 def _open_context(world: World, settings: HorovodSettings, owns: bool, form: bool = False) -> HorovodContext:
     """Make the context of this world. In an elastic job a newcomer waits until the others admit it.
 
-    `form`: the members of an elastic job form the next team first.
+    With `form` the members of an elastic job form the next team first.
     """
     slot = _context_slot()
     assert slot is not None, "there is a world"

@@ -78,7 +78,7 @@ class Neighbours:
         self._now = communicator.world.runtime.now
         self._began = 0.0
         self._pending: list[Handle] = []
-        """Messages under way."""
+        """Messages in flight."""
 
     def begin(self) -> None:
         """Start to measure a round."""
@@ -106,7 +106,7 @@ class Neighbours:
         self._pending = []
 
     def settle(self) -> None:
-        """Wait until nothing is under way, after a lost worker has interrupted a round. Errors are ignored."""
+        """Wait until no message is in flight, after a lost worker has interrupted a round. Errors are ignored."""
         pending, self._pending = self._pending, []
         for handle in pending:
             with suppress(SynclineError):
@@ -156,7 +156,7 @@ class Choco:
         self._codec, self._seed = codec, seed
         self._number = 0
         self._exchange_due = False
-        """Whether the next round begins with an exchange of estimates, because the neighbours are others."""
+        """Whether the next round begins with an exchange of estimates, because the neighbours have changed."""
         self._before: Tensor | None = None
         """`estimate` before the latest round, if that may have to be undone."""
         self._payloads: list[Tensor] = []

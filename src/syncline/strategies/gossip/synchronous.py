@@ -120,8 +120,8 @@ class ElasticRound:
     """A round of mixing in an elastic job, which is repeated with the survivors if a worker is lost in it.
 
     Mixing keeps the mean only if all workers mix with the same matrix. So no worker completes the round before all have
-    mixed: a small message follows. Those that it does not reach have computed their changes all the same, and keep them
-    if another worker has completed the round. Otherwise all mix again, in the graph of the survivors::
+    mixed: a small all-reduce follows. If it fails, some workers may have completed the round. Then the others, which
+    have computed their changes too, keep these. Otherwise all mix again, in the graph of the survivors::
 
         mix ── all have mixed? ──► the weights change
                      │ a worker is lost

@@ -192,7 +192,7 @@ def _await_keys(store: Store, keys: list[str], members: Sequence[int], liveness:
 
 
 class _InterruptibleStore(Store):
-    """The store in which gloo's members exchange their addresses. A wait for one that is lost meanwhile ends.
+    """The store in which gloo's members exchange their addresses. A wait ends if its member is lost.
 
     With a store of torch, gloo would wait for the address until its timeout.
     """

@@ -192,7 +192,7 @@ class PeerConnection:
     ) -> None:
         """Abandon the messages of a channel that the peer has not taken. They stay offered: the peer may answer.
 
-        With `receive_error`, the receives end too whose messages arrive in parts. Further parts are discarded.
+        With `receive_error`, receives whose messages arrive in parts end too. Further parts are discarded.
         """
         with self._lock:
             for outgoing in self.offers.values():

@@ -52,7 +52,7 @@ MAX_LOOP_GAP_S = 2.0
 BROKEN_AFTER_S = 0.5
 """Seconds of silence between a broken connection and the loss: messages and a goodbye may still be on the way."""
 ELASTIC_BROKEN_AFTER_S = 0.05
-"""The same in an elastic job, whose members leave only when all have what they sent."""
+"""The same in an elastic job, whose members leave only when the others have received what they sent."""
 ELASTIC_CHECK_EVERY_S = 0.05
 """Interval in seconds between checks for broken connections in an elastic job."""
 ABORTED = "the channel was given up"

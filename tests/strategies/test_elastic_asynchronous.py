@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.errors import UnsupportedError
 from syncline.server import network_of, serve, server_network
 from syncline.strategies.base import strategy_run
 from syncline.strategies.parameter_server import ParameterServerRun
@@ -155,3 +156,31 @@ def survive(strategy: str) -> Callable[[int], None]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_workers_leave_and_join(name: str) -> None:
     hunt_cases(survive(STRATEGIES[name]), seeds(6 if name == "ssp" else 2), f"survive({STRATEGIES[name]!r})({{seed}})")
+
+
+@pytest.mark.parametrize("joins", [[], [Join(at=0.12)]])
+def test_workers_wait_in_no_other_run_of_the_process(joins: Sequence[Fault]) -> None:
+    """Workers claim different numbers of batches: none waits at the end of an epoch for a step in the second run."""
+
+    def train_two(world: World) -> float:
+        models = [torch.nn.Embedding(16, 2) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        with (
+            sl.distribute(models[0], optimizers[0], strategy="ssp(slack=1)", algorithm="auto") as run,
+            sl.distribute(models[1], optimizers[1], strategy="ssp(slack=1)", algorithm="auto"),
+        ):
+            for batch in run.shard(DataLoader(Numbers(16), batch_size=2)):
+                world.compute(0.05 * (1 + 3 * member_of(world)))
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    model(batch).sum().backward()
+                    optimizer.step()
+        return world.runtime.now()
+
+    servers = [lambda transport: serve(network_of(transport, 2, 1, elastic=True))]
+    found = sl.simulate(train_two, 2, elastic=(1, 3), extra=servers, faults=joins, return_exceptions=True)
+    assert all(ended < 10 for ended in found.results[:2]), "no wait has ended by its timeout"
+    for newcomer in found.results[2:]:
+        assert isinstance(newcomer, UnsupportedError)
+        assert "2 runs train" in str(newcomer)
+    assert len(found.results) == 2 + len(joins)

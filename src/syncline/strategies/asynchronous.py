@@ -341,8 +341,8 @@ class AsynchronousRun(StrategyRun):
     def _refuse_to_join_one_of_several_runs(self) -> None:
         if self._other_runs:
             raise UnsupportedError(
-                f"a worker cannot join {self.strategy!r} while {1 + len(self._other_runs)} runs train: it would take part "
-                "in one only; leave --restart out, or close a run that is no longer needed (run.close())"
+                f"a worker cannot join {self.strategy!r} while {1 + len(self._other_runs)} runs train: it would take "
+                "part in one only; leave --restart out, or close a run that is no longer needed (run.close())"
             )
 
     def _enter(self, place: DataPlace) -> bool:

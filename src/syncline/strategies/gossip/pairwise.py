@@ -785,9 +785,18 @@ class PairwiseRun(AsynchronousRun):
         peers, roll = self.peers, self.roll
         assert peers is not None
         assert roll is not None
+        now, timeout_s = self.world.runtime.now, self.world.transport.timeout
+        since = now()
         for _ in poll(self.world.runtime):
             self.raise_if_job_has_ended()
             source = next((each for each in roll.present() if each in peers.others()), None)
+            if source is None and now() - since > timeout_s:
+                raise PeerLostError(
+                    f"worker {roll.member} has the weights of none of workers {roll.present()} after {timeout_s:g} s: "
+                    "can it reach them?",
+                    pending="the weights of another worker",
+                    seconds=timeout_s,
+                )
             if source is None:
                 continue  # those that this worker has lost are soon lost for all
             reading = self.world.runtime.spawn(self._read_from, peers, source, name="weights of another")

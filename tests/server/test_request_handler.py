@@ -12,6 +12,7 @@ from syncline.server import handler, protocol
 from syncline.server.protocol import MAX_CACHED_KEY_LISTS, RequestHeader, json_body
 from syncline.server.request_handler import RequestHandler
 from syncline.server.shard import MAX_STEPS_AHEAD
+from syncline.server.space import SpaceDescription
 from tests.server.handler_client import (
     NUMEL,
     WORKERS,
@@ -376,3 +377,16 @@ def test_a_read_waits_for_no_step_that_its_worker_has_skipped() -> None:
     (answer,) = mine.pull(clock=3, min_clock=3)
     assert values_of(answer) == [1.0] * NUMEL
     assert mine.space.open_step == 3
+
+
+def test_nothing_is_kept_for_lost_clients() -> None:
+    """In an elastic job thousands of workers may come and go."""
+    space = SpaceDescription(name="s 1", numel=4, servers=(0,), workers=(1,), rules=("add",))
+    requests = RequestHandler(lambda space: 0)
+    hello = RequestHeader(protocol.HELLO, space=space.space_id, number=1)
+    requests.handle(1, hello, protocol.bytes_tensor(space.to_json()))
+    for member in range(2, 50):
+        requests.handle(member, hello, torch.empty(0, dtype=torch.uint8))
+        requests.lose(member, left=member % 2 == 0)
+    assert list(requests.sessions) == [(space.space_id, 1)]
+    assert requests.members_in(space.space_id) == [1]

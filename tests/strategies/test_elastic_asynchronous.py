@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from syncline.errors import PeerLostError
-from syncline.server import server_network
+from syncline.errors import PeerLostError, UnsupportedError
+from syncline.server import network_of, serve, server_network
 from syncline.strategies.base import strategy_run
 from syncline.strategies.parameter_server import ParameterServerRun
 from syncline.testing import hunt_cases
@@ -425,3 +425,31 @@ def test_easgd_subtracts_what_the_end_of_an_epoch_has_pushed() -> None:
 )
 def test_seeds_that_once_failed(name: str, seed: int) -> None:
     endure(STRATEGIES[name])(seed)
+
+
+@pytest.mark.parametrize("joins", [[], [Join(at=0.12)]])
+def test_workers_wait_in_no_other_run_of_the_process(joins: Sequence[Fault]) -> None:
+    """Workers claim different numbers of batches: none waits at the end of an epoch for a step in the second run."""
+
+    def train_two(world: World) -> float:
+        models = [torch.nn.Embedding(16, 2) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        with (
+            sl.distribute(models[0], optimizers[0], strategy="ssp(slack=1)", algorithm="auto") as run,
+            sl.distribute(models[1], optimizers[1], strategy="ssp(slack=1)", algorithm="auto"),
+        ):
+            for batch in run.shard(DataLoader(Numbers(16), batch_size=2)):
+                world.compute(0.05 * (1 + 3 * member_of(world)))
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    model(batch).sum().backward()
+                    optimizer.step()
+        return world.runtime.now()
+
+    servers = [lambda transport: serve(network_of(transport, 2, 1, elastic=True))]
+    found = sl.simulate(train_two, 2, elastic=(1, 3), extra=servers, faults=joins, return_exceptions=True)
+    assert all(ended < 10 for ended in found.results[:2]), "no wait has ended by its timeout"
+    for newcomer in found.results[2:]:
+        assert isinstance(newcomer, UnsupportedError)
+        assert "2 runs train" in str(newcomer)
+    assert len(found.results) == 2 + len(joins)

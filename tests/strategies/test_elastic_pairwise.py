@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.errors import PeerLostError
 from syncline.strategies.base import strategy_run
 from syncline.strategies.gossip import GRAPHS, Gossip, PairwiseRun
 from syncline.strategies.gossip.pairwise import REQUEST_TAG, STATE, PairMessage, PairwisePeers
@@ -292,3 +293,26 @@ def test_a_graph_of_edges_takes_no_newcomer() -> None:
     assert isinstance(found[3], sl.errors.IncompatibleError)
     assert "no worker can join: take a graph by its name" in str(found[3])
     assert found[:3] == (-8.0, -8.0, -8.0)
+
+
+def test_a_newcomer_that_reaches_no_worker_gives_up() -> None:
+    """The others train for 60 s, and the newcomer waits for 5 s at most."""
+
+    def unreachable(peers: PairwisePeers, peer: int) -> Tensor:
+        raise PeerLostError(f"no way to {peer}", peer=peer)
+
+    def work(world: World) -> float:
+        model = Rows(12, 0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with sl.distribute(model, optimizer, Gossip("ring", pairwise=True)) as run:
+            for batch in run.shard(DataLoader(Numbers(12), batch_size=2)):
+                world.compute(20.0)
+                optimizer.zero_grad()
+                run.model(batch).backward()
+                optimizer.step()
+        return float(model.weight.detach().sum())
+
+    with mock.patch.object(PairwisePeers, "read_state", unreachable):
+        found = sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.5)], timeout=5.0, return_exceptions=True)
+    assert found.results[:2] == (-12.0, -12.0)
+    assert "has the weights of none of workers [0, 1] after 5 s" in str(found.results[2])

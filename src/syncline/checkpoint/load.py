@@ -75,7 +75,8 @@ def load(
     place = Path(folder)
     with participants.span("sl_checkpoint_seconds", step):
         # Rank 0 decides for all: another rank may see other files.
-        choose: Callable[[], Any] = (lambda: _choose(place, step, verify)) if participants.rank == 0 else (lambda: None)
+        decides = participants.rank == participants.root
+        choose: Callable[[], Any] = (lambda: _choose(place, step, verify)) if decides else (lambda: None)
         chosen = participants.run_in_task("find a good checkpoint", choose)[0]
         if chosen is None:
             return None
@@ -87,7 +88,8 @@ def load(
             loading.undo()
             raise
         loading.restore_randomness()
-        if any(kind_of(value) in ("run", "optimizer") for value in objects.values()):  # loaded to continue training
+        continues = any(kind_of(value) in ("run", "optimizer") for value in objects.values())
+        if continues and not participants.joins:  # the others may have saved since
             participants.resumed[loading.path.resolve().parent] = loading.manifest.step
         return loading.values | {"step": loading.manifest.step}
 
@@ -147,6 +149,7 @@ class _Loading:
         self.values = {name: self.states[name] for name, (kind, _) in saved.items() if kind == "value"}
         # With fewer ranks than before, each rank takes over the parts of some missing ranks.
         mine = range(self.participants.rank, self.manifest.ranks, self.participants.size)
+        mine = range(0) if self.participants.joins else mine  # the others have them
         parts = [rank_part(rank) for rank in mine if self.manifest.has_part(rank)]  # a lost rank has none
         if parts:
             self.own, *self.others = [read_part(self.path / part) for part in parts]

@@ -59,10 +59,12 @@ class Participants:
 
     def __init__(self, world: World | None) -> None:
         self.world = world
+        self.joins = world is not None and world.elastic is not None and world.elastic.joining
+        """Whether this process joins an elastic job and is not in the team yet: it saves nothing, and loads alone."""
         self.rank = 0 if world is None else world.rank
-        self.size = 1 if world is None else world.size
+        self.size = 1 if world is None or self.joins else world.size
         """Workers of the world, with lost ones."""
-        self.ranks = tuple(range(self.size))
+        self.ranks = (self.rank,) if self.joins else tuple(range(self.size))
         self.group = None if world is None else world.everyone
         self._agreement: SaveAgreement | None = None
         self._asynchronous_runs: list[AsynchronousRun] = []
@@ -93,18 +95,18 @@ class Participants:
     def to_save(cls, objects: Mapping[str, Any]) -> Participants:
         """As `of`, for saving: among the workers that are not lost, if the run continues without the lost ones."""
         participants = cls.of(objects)
-        world = participants.world
-        if world is None or world.size == 1:
+        if participants.joins:
             return participants
-        participants._asynchronous_runs = [value for value in objects.values() if isinstance(value, AsynchronousRun)]
-        for run in participants._asynchronous_runs:
+        world, runs = participants.world, [value for value in objects.values() if isinstance(value, AsynchronousRun)]
+        for run in runs:
             if run.roll is not None and run.roll.has_changed():
                 raise UnsupportedError(
                     f"{run.strategy!r} in an elastic job cannot be saved after workers were lost or have joined: save "
                     "the model inside run.agreed(), for example by torch.save on one worker"
                 )
-        if participants._asynchronous_runs:
-            channel = participants._asynchronous_runs[0].control_channel()
+        if world is not None and world.size > 1 and runs:
+            participants._asynchronous_runs = runs
+            channel = runs[0].control_channel()
             participants._agreement = world.keep(("checkpoints", channel), lambda: SaveAgreement(world, channel))
         return participants
 

@@ -9,6 +9,7 @@ If workers of an asynchronous run are lost, the others save (`participants`); th
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -43,6 +44,8 @@ from syncline.state_trees import clone
 
 __all__ = ["save"]
 
+logger = logging.getLogger("syncline")
+
 
 def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **objects: Any) -> Path:
     """Save everything that is needed to continue from here, in `folder/step-…`. Every rank calls it.
@@ -58,6 +61,9 @@ def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **obje
     'step-00000100'
     """
     participants = Participants.to_save(objects)
+    if participants.joins:  # it has not trained, and the others save what they have
+        logger.info("rank %d joins an elastic job, and saves nothing before it takes part", participants.rank)
+        return Path(folder) / CheckpointName(step, edition=1).name
     with participants.span("sl_checkpoint_seconds", step):
         edition: int | None = None
         try:

@@ -204,13 +204,6 @@ class ClientSession:
             self.replies[reply.header.number] = reply
         return reply
 
-    def forget(self) -> None:
-        """Drop everything that is kept for a client that is gone."""
-        self.deferred.clear()
-        self.replies.clear()
-        self.key_lists.clear()
-        self._list_bytes, self.view, self._seen = 0, None, None
-
     # Snapshots, for a copy of the session on another server.
 
     def snapshot(self) -> dict[str, Any]:
@@ -718,8 +711,7 @@ class RequestHandler:
         self._lost.add(member)
         self._some_left = True
         self._early_observers = [(who, what) for who, what in self._early_observers if who != member]
-        for session in [each for each in self.sessions.values() if each.member == member]:
-            session.forget()
+        self.sessions = {key: each for key, each in self.sessions.items() if each.member != member}
         for shard in self.shards.values():
             shard.leave(member, lost=not left)
         return self._continue([])

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -82,6 +82,29 @@ class AsynchronousRun(StrategyRun):
     def enter_training(self) -> None:
         """In a newcomer: take the weights of the others, and take part."""
 
+    @property
+    def _other_runs(self) -> list[AsynchronousRun]:
+        """In an elastic job: the other runs that train in this process, such as the second one of a GAN."""
+        runs = [run for run in self.world.runs if isinstance(run, AsynchronousRun)]
+        return [run for run in runs if run is not self and run.roll is not None]
+
+    @contextmanager
+    def _others_idle(self) -> Iterator[None]:
+        """Inside, no other worker waits for the next step of this one in any other run."""
+        with ExitStack() as stack:
+            for run in self._other_runs:
+                stack.enter_context(run.idle())
+            yield
+
+    @contextmanager
+    def _idle_in_all_runs(self) -> Iterator[None]:
+        with self._others_idle(), self.idle():
+            yield
+
+    def _flush_all_runs(self) -> None:
+        for run in (self, *self._other_runs):
+            run.flush_steps()
+
     # The channel.
 
     def open_channel(
@@ -126,7 +149,7 @@ class AsynchronousRun(StrategyRun):
         if self.joining:
             return  # alone until the first loop over data
         if self.roll is not None:
-            with self.idle():
+            with self._idle_in_all_runs():
                 self.roll.wait(what)
         elif self.saving_team is None:
             self._barrier.wait(what)
@@ -154,7 +177,8 @@ class AsynchronousRun(StrategyRun):
         if self.roll is None:
             self._barrier.close()
         else:
-            self.roll.close()
+            with self._others_idle():
+                self.roll.close()
         self.read_final()
 
     def read_final(self) -> None:
@@ -251,8 +275,8 @@ class AsynchronousRun(StrategyRun):
             self.world.transport.timeout,
             before_epoch=self._publish_schedule,
             steps=lambda: self.stats.steps,
-            flush=self.flush_steps,
-            idle=self.idle,
+            flush=self._flush_all_runs,
+            idle=self._idle_in_all_runs,
             barriers=lambda: roll.number,
             stopped=self._channel.stop_requested,
         )
@@ -345,11 +369,19 @@ class AsynchronousRun(StrategyRun):
             if self.roll.ended or not self.roll.present():
                 raise WorldError("the job has ended: its workers have closed their runs, or are lost")
 
+    def _refuse_to_join_one_of_several_runs(self) -> None:
+        if self._other_runs:
+            raise UnsupportedError(
+                f"a worker cannot join {self.strategy!r} while {1 + len(self._other_runs)} runs train: it would take "
+                "part in one only; leave --restart out, or close a run that is no longer needed (run.close())"
+            )
+
     def _enter(self, place: DataPlace) -> bool:
         """In a newcomer: take part from the epoch of the others on. Returns False if they have finished this epoch."""
         roll, elastic = self.roll, self.world.elastic
         assert roll is not None
         assert elastic is not None
+        self._refuse_to_join_one_of_several_runs()
         visit = next(reader.cursor.loads for reader in self.readers.all() if self.readers.place_of(reader) == place)
         since, runtime, timeout_s = self.world.runtime.now(), self.world.runtime, self.world.transport.timeout
         for _ in poll(runtime):

@@ -550,9 +550,13 @@ def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.Monk
     assert max(steps[2:]) < 0.1, "a newcomer costs the others less than a step"
 
 
-def test_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_newcomer_with_another_model_is_refused_and_the_others_go_on(late: bool) -> None:
+    """Also if the others make their run after the newcomer (`late`)."""
+
     def train_some(world: World) -> int:
         joins = world.elastic is not None and world.elastic.joining
+        world.compute(2.0 if late and not joins else 0.0)
         model = torch.nn.Linear(3 if joins else 2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with sl.distribute(model, optimizer) as run:

@@ -472,14 +472,12 @@ class Elastic:
             key = f"{RUN_KEY}/{len(self._descriptions) - 1}"
             self.connector.store.compare_set(key, "", json.dumps(description))
 
-    def compare_runs(self) -> bool:
-        """In a newcomer: compare its runs with those that the others have made. Returns whether they have made all."""
+    def compare_runs(self) -> None:
+        """In a newcomer: compare its runs with those that the others have made so far."""
         store = self.connector.store
-        keys = [f"{RUN_KEY}/{number}" for number in range(len(self._descriptions))]
-        made = [key for key in keys if store.check([key])]
-        for key, description in zip(made, self._descriptions, strict=False):
-            _refuse_difference(json.loads(store.get(key)), description)
-        return made == keys
+        for number, description in enumerate(self._descriptions):
+            if store.check([f"{RUN_KEY}/{number}"]):
+                _refuse_difference(json.loads(store.get(f"{RUN_KEY}/{number}")), description)
 
     def report_newcomers(self) -> int:
         """What this member reports about newcomers in its next reduction, which sums it over the team.
@@ -606,17 +604,12 @@ class Elastic:
 
         Returns False if the others have passed that place.
         """
-        waited_s = 0.0
-        while not self._has_passed(place) and not self.compare_runs() and waited_s < self._timeout_s:
-            self.connector.runtime.sleep(CHECK_EVERY_S)  # the others have not made their runs yet
-            waited_s += CHECK_EVERY_S
-        if self._has_passed(place):
-            return False
         self.formation.ask_to_join(place)
         self._inside = True
         try:
             team = self.formation.await_admission(0, lambda: self._has_passed(place), self._prepare_newcomer)
             while team is not None:
+                self.compare_runs()
                 self.team = team
                 try:
                     self._install(world)
@@ -649,6 +642,7 @@ class Elastic:
                 candidate = Preparation(self.connector, self.limits.member, candidate.number + 1)
             self._preparations = candidate.number
             if candidate.members:
+                self.compare_runs()  # by now the others have made theirs
                 self._preparation = candidate
                 candidate.start(0, len(self.communicators), self.introduce)
         return self._preparation is not None and self._preparation.ready

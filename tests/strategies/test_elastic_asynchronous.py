@@ -412,6 +412,12 @@ def test_a_worker_that_was_declared_lost_says_so(name: str, kind: str) -> None:
     assert 10.0 < found.time < 20.0
 
 
+@pytest.mark.parametrize("seed", [99, 102])
+def test_updates_in_flight_count_once_when_their_server_is_lost(seed: int) -> None:
+    """In these cases requests are sent again to a server that has handled them."""
+    endure(STRATEGIES["downpour"])(seed)
+
+
 def test_easgd_subtracts_what_the_end_of_an_epoch_has_pushed() -> None:
     """Each worker ends the epoch before its first exchange is due, and pushes all the same."""
     check_case(STRATEGIES["easgd"], Case(0, False, 6, {}, (), ServerLosses(), 0))

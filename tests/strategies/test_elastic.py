@@ -444,9 +444,9 @@ def test_a_call_that_depends_on_the_ranks_is_not_repeated() -> None:
     assert "cannot be repeated" in str(found[1])
 
 
-@pytest.mark.parametrize(("elastic", "words"), [((0, 4), "between"), ((3, 4), "between"), ((1, 1), "between")])
-def test_limits_that_do_not_fit_are_refused(elastic: tuple[int, int], words: str) -> None:
-    with pytest.raises(WorldError, match=words):
+@pytest.mark.parametrize("elastic", [(0, 4), (3, 4), (1, 1)])
+def test_limits_that_do_not_fit_are_refused(elastic: tuple[int, int]) -> None:
+    with pytest.raises(WorldError, match="neither below"):
         sl.simulate(lambda world: None, 2, elastic=elastic)
 
 

@@ -315,4 +315,4 @@ def test_a_newcomer_that_reaches_no_worker_gives_up() -> None:
     with mock.patch.object(PairwisePeers, "read_state", unreachable):
         found = sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.5)], timeout=5.0, return_exceptions=True)
     assert found.results[:2] == (-12.0, -12.0)
-    assert "has the weights of none of workers [0, 1] after 5 s" in str(found.results[2])
+    assert "has reached none of the workers [0, 1] in 5 s" in str(found.results[2])

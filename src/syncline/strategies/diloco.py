@@ -107,6 +107,7 @@ class DiLoCoRun(AveragingRun):
         self._moved: list[Tensor] | None = None
         """The completed mean. An evaluation or a checkpoint may wait for it before it is due."""
         self._alive = 0
+        """How many workers had data when that reduction began."""
         self.deltas.prepare()
 
     def _reset_outer(self) -> None:
@@ -225,11 +226,12 @@ class DiLoCoRun(AveragingRun):
             "outer": dict(zip(self._names, self.outer, strict=False)),
             "velocity": dict(zip(self._names, self._velocity, strict=False)),
             "moved": dict(zip(self._names, moved, strict=False)),
+            "alive": self._alive,
         }
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
-        self._since = int(state.get("since", 0))
+        self._since, self._alive = int(state.get("since", 0)), int(state.get("alive", 0))
         if self.alone:
             return
         outer, velocity = state.get("outer"), state.get("velocity")

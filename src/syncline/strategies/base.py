@@ -576,7 +576,7 @@ class StrategyRun(Run):
             return False
         due = self.catch_up(missed)
         if not self.has_untrained_batches:  # a newcomer starts from weights that all have
-            if elastic.changes_team:
+            if elastic.completes_in_flight:
                 self.complete_in_flight()
             due |= elastic.between_steps(self.world, lambda: self._share_missed_steps(missed))
         return due

@@ -304,6 +304,8 @@ class Elastic:
         """Whether the data changes to the present team after this step, because the others are between two steps."""
         self._others_save = False
         """Whether the team had too few members after the operation whose result was taken from another member."""
+        self._others_change_team = False
+        """Whether the team of that other member was about to change after that operation."""
         self._inside = False
         self._last: Any = None
         """The result of the latest operation and what is known after it, for members that are behind."""
@@ -376,7 +378,8 @@ class Elastic:
         self.operations += 1
         if operation.trains:
             self.data_changed = False
-        self._last = (operation.result(value), self.newcomers_known, self.idle_after_loss, self._too_few)
+        known = (self.newcomers_known, self.idle_after_loss, self._too_few, self.completes_in_flight)
+        self._last = (operation.result(value), *known)
         return value
 
     def _refuse(self, world: World, error: SynclineError) -> None:
@@ -548,6 +551,14 @@ class Elastic:
         return self._too_few or self._departure_known or (self.newcomers_known and connected)
 
     @property
+    def completes_in_flight(self) -> bool:
+        """Whether reductions in flight are completed before the next call of `between_steps`.
+
+        They are before the team changes. A member that is behind does it where those that are ahead have done it.
+        """
+        return self.changes_team or self._others_change_team
+
+    @property
     def _too_few(self) -> bool:
         return len(self.team.members) < self.limits.minimum
 
@@ -557,7 +568,7 @@ class Elastic:
         If too few members are left, they save a checkpoint and wait for newcomers. Before that `share_steps` brings
         members that have missed steps up to date. Returns whether it was called.
         """
-        others_save, self._others_save = self._others_save, False
+        others_save, self._others_save, self._others_change_team = self._others_save, False, False
         if self._inside or self.joining:
             return False
         if self._postponed and not others_save:  # the others are a batch ahead
@@ -813,7 +824,7 @@ class Elastic:
             return None
         if operation is None:
             raise WorldError(f"member {self.limits.member} is behind the others between two steps")
-        found, self.newcomers_known, self.idle_after_loss, self._others_save = result
+        found, self.newcomers_known, self.idle_after_loss, self._others_save, self._others_change_team = result
         return (found,)
 
     def _send_state_to_newcomers(self, world: World, root: int) -> None:

@@ -51,6 +51,8 @@ class Journal:
     """By member: epoch and number of each sample in its steps that survive its loss."""
     unsafe: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """By member: the same for its steps since the last round."""
+    rounds: dict[int, int] = field(default_factory=dict)
+    """By member: its `counted_steps` when it was last asked."""
     teams: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     """By generation: the members of the team, as the workers see them."""
 
@@ -59,11 +61,17 @@ class Journal:
         team = world.elastic.team
         self.teams.setdefault(team.generation, set()).add(team.members)
 
-    def note_step(self, member: int, epoch: int, samples: list[int], counts: bool) -> None:
-        """A step is complete; `counts`: so is a round."""
+    def note_rounds(self, member: int, counted: int) -> None:
+        """Before each batch, after its step and at the end: the steps so far survive if `counted` has grown.
+
+        A round after the last batch of the data does not contain the batch that is read next.
+        """
+        if counted != self.rounds.get(member):
+            self.trained.setdefault(member, []).extend(self.unsafe.pop(member, []))
+        self.rounds[member] = counted
+
+    def note_step(self, member: int, epoch: int, samples: list[int]) -> None:
         self.unsafe.setdefault(member, []).extend((epoch, sample) for sample in samples)
-        if counts:
-            self.trained.setdefault(member, []).extend(self.unsafe.pop(member))
 
 
 @dataclass(frozen=True)
@@ -103,11 +111,11 @@ def train(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     changed = []
     with sl.distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="auto") as run:
-        counted = strategy_run(run).counted_steps
         shard = run.shard(DataLoader(Numbers(samples), batch_size=4, shuffle=True))
         before = model.weight.detach().clone()
         for epoch in range(shard.epoch, EPOCHS):
             for batch in shard:
+                journal.note_rounds(member, strategy_run(run).counted_steps)
                 journal.note_team(world)
                 if member in troubles and troubles[member].step == steps:
                     strike(world, troubles[member])
@@ -118,13 +126,14 @@ def train(
                 run.note_loss(loss)
                 loss.backward()
                 optimizer.step()
-                journal.note_step(member, epoch, batch.tolist(), strategy_run(run).counted_steps != counted)
-                counted = strategy_run(run).counted_steps
+                journal.note_step(member, epoch, batch.tolist())
+                journal.note_rounds(member, strategy_run(run).counted_steps)
             with run.agreed():
                 now = model.weight.detach().clone()
             changed.append(frozenset(map(int, (now != before).any(1).nonzero().view(-1).tolist())))
             before = now
             scheduler.step()
+        journal.note_rounds(member, strategy_run(run).counted_steps)
         taken = run.stats.steps
         journal.note_team(world)
     assert world.elastic is not None
@@ -286,6 +295,7 @@ def test_local_steps_of_a_worker_lost_at_the_end_of_an_epoch_are_dealt_again(str
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
+        ("adacomm", 50005),  # two workers are lost in a row with the same sample, before a round contains it
         ("diloco", 145),  # a newcomer without data in the step after it has entered waits with the others
         ("adacomm", 4),  # a newcomer does not enter between two rounds
         ("local", 115),  # a worker whose run is made after a loss that the others have seen in theirs

@@ -24,6 +24,7 @@ requests = st.builds(
     state_slot=U16, space=U32, handler=U32, seed=U32, clock=I64, min_clock=I64, number=U64, after=U64,
     acked=U64, first=U64, count=U64,
     rate=st.floats(allow_nan=False), scale=st.floats(allow_nan=False), digest=U64, length=U64, replica=U32,
+    reply_from=U32,
 )  # fmt: skip
 replies = st.builds(
     ReplyHeader, status=st.integers(protocol.OK, protocol.ORPHANED), flags=U16, live=U16, handler=U16, space=U32,
@@ -72,9 +73,9 @@ def test_a_truncated_header_is_noticed(request: RequestHeader, length: int) -> N
      (7, b"\x80", "unknown kind")],
 )  # fmt: skip
 def test_fields_are_checked_after_the_checksum(at: int, value: bytes, message: str) -> None:
-    data = bytearray(RequestHeader(protocol.PULL).pack()[:-4])
+    data = bytearray(RequestHeader(protocol.PULL).pack()[:-8])
     data[at : at + 1] = value
-    whole = bytes(data) + zlib.crc32(bytes(data)).to_bytes(4, "little")
+    whole = bytes(data) + zlib.crc32(bytes(data)).to_bytes(4, "little") + bytes(4)
     with pytest.raises(ProtocolError, match=message):
         RequestHeader.read(whole)
 

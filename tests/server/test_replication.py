@@ -29,6 +29,7 @@ from tests.server.hunts.replica_cases import check_replaced, check_same_replies
 from tests.server.test_opening import done
 
 SERVERS = (5, 6, 7)
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Chain:
@@ -43,6 +44,8 @@ class Chain:
         self.level: list[tuple[int, int]] = []
         """New servers that the last server may add, each with the number of the server that it replaces."""
         self.replies: list[OutgoingReply] = []
+        self.acks = 0
+        """Acknowledgements between the servers."""
         self.description = describe(servers=SERVERS, numel=3 * NUMEL, replicas=3)
         self._number = 0
         hello = torch.frombuffer(bytearray(self.description.to_json()), dtype=torch.uint8)
@@ -77,11 +80,14 @@ class Chain:
         request = request._replace(space=self.description.space_id, number=number or self._number, length=body.numel())
         self.replies += self.servers[server].request(0, request, body.clone())
 
-    def push(self, server: int, number: int | None = None) -> None:
-        self.ask(server, RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.ones(NUMEL)), number)
+    def push(self, server: int, number: int | None = None, reply_from: int | None = None) -> None:
+        """Send a push to a server, which replies, or another one that the push names."""
+        named = 0 if reply_from is None else 1 + reply_from
+        request = RequestHeader(protocol.PUSH, count=NUMEL, reply_from=named)
+        self.ask(server, request, body_of(torch.ones(NUMEL)), number)
 
-    def pull(self, server: int) -> None:
-        self.ask(server, RequestHeader(protocol.PULL, count=NUMEL), torch.empty(0, dtype=torch.uint8))
+    def pull(self, server: int, **fields: Any) -> None:
+        self.ask(server, RequestHeader(protocol.PULL, count=NUMEL, **fields), NOTHING)
 
     def deliver(self, messages: int = 1000) -> None:
         """Deliver the next messages between the servers. Those from and to lost ones vanish."""
@@ -89,6 +95,7 @@ class Chain:
             source, to, record = self.wire.popleft()
             if source in self.servers and to in self.servers:
                 chain, messages = self.servers[to], messages - 1
+                self.acks += record.header.kind == protocol.ACKED
                 self.replies += self._handle(chain, source, record)
 
     @staticmethod
@@ -226,6 +233,99 @@ def test_refused_requests_have_numbers_at_the_replicas_too() -> None:
     chain.replies += chain.servers[6].request(0, request, torch.empty(0, dtype=torch.uint8))
     chain.deliver()
     assert "too long" in reason_of(chain.replies.pop())
+
+
+# Requests that name the last server: it replies.
+
+
+def numbers(chain: Chain) -> list[int]:
+    return [reply.header.number for reply in chain.replies]
+
+
+def test_the_last_server_replies_when_all_have_the_push() -> None:
+    chain = Chain()
+    chain.push(5, reply_from=7)
+    for _ in range(2):  # to the second, and to the third
+        assert not chain.replies
+        chain.deliver(1)
+    assert numbers(chain) == [2]
+    assert chain.weights() == [1.0, 1.0, 1.0]
+    chain.deliver()
+    assert numbers(chain) == [2]
+
+
+def test_the_last_server_acknowledges_many_records_at_once() -> None:
+    chain = Chain()
+    acks = chain.acks
+    for _ in range(replication.ACK_EVERY_RECORDS):
+        chain.push(5, reply_from=7)
+        chain.deliver()
+    assert chain.acks == acks + 2  # to the second, and to the head
+    chain.push(5, reply_from=7)
+    chain.push(5)  # its reply waits for the acknowledgement
+    chain.deliver()
+    assert numbers(chain) == list(range(2, 4 + replication.ACK_EVERY_RECORDS))
+    assert chain.acks == acks + 4
+
+
+@pytest.mark.parametrize("delivered", range(3))
+@pytest.mark.parametrize("lost", SERVERS)
+def test_a_push_counts_once_whatever_server_is_lost(lost: int, delivered: int) -> None:
+    """The client repeats it if the head or the server that it has named is lost, and names the last one that lives."""
+    chain = Chain()
+    chain.push(5, reply_from=7)
+    chain.deliver()
+    chain.push(5, reply_from=7)
+    chain.deliver(delivered)
+    chain.lose(lost)
+    chain.deliver()
+    if lost != 6:
+        chain.push(min(chain.servers), number=3, reply_from=max(chain.servers))
+        chain.deliver()
+    assert set(numbers(chain)) == {2, 3}
+    assert chain.weights() == [2.0, 2.0]
+    chain.push(min(chain.servers), reply_from=max(chain.servers))
+    chain.deliver()
+    assert chain.replies[-1].header.number == 4
+    assert chain.weights() == [3.0, 3.0]
+
+
+def test_a_reply_of_the_head_waits_for_no_later_acknowledgement() -> None:
+    """The last server replies to the push, which also releases a read to which the head replies."""
+    chain = Chain()
+    hello = RequestHeader(protocol.HELLO, space=chain.description.space_id, number=1)
+    description = torch.frombuffer(bytearray(chain.description.to_json()), dtype=torch.uint8)
+    chain.replies += chain.servers[5].request(1, hello._replace(length=description.numel()), description)
+    chain.pull(5, min_clock=1)
+    chain.push(5, reply_from=7)
+    chain.deliver()
+    chain.replies.clear()
+    ends_step = RequestHeader(protocol.PUSH, flags=protocol.TICK, clock=0, reply_from=8, space=hello.space)
+    chain.ask(5, ends_step, NOTHING)
+    chain.replies += chain.servers[5].request(1, ends_step._replace(number=2), NOTHING)
+    chain.deliver()
+    assert sorted((reply.member, reply.header.number) for reply in chain.replies) == [(0, 2), (0, 4), (1, 2)]
+
+
+def test_the_head_handles_what_the_last_server_has_replied_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short request is behind a long one. No acknowledgement follows it."""
+    monkeypatch.setattr(protocol, "MAX_INLINE_BYTES", 4)
+    chain = Chain()
+    chain.push(5)
+    chain.ask(5, RequestHeader(protocol.PUSH, count=1, reply_from=8), body_of(torch.ones(1)))
+    chain.deliver()
+    assert sorted(numbers(chain)) == [2, 3]
+    assert chain.weights() == [2.0, 2.0, 2.0]
+
+
+def test_a_new_head_does_not_count_early_requests_that_have_replies() -> None:
+    """The last server replies to some requests that the client has sent again to a server that is not yet the head."""
+    chain = Chain()
+    del chain.servers[5]
+    for number in range(2, 2 + 2 * protocol.REPLY_SLOTS):
+        acked = max(0, number - protocol.REPLY_SLOTS)
+        chain.ask(6, RequestHeader(protocol.PULL, count=1, acked=acked), NOTHING, number)
+    assert not chain.replies
 
 
 # New servers.
@@ -508,17 +608,23 @@ def test_a_training_continues_after_kill_9_of_a_server(runs: Runs) -> None:
 COUNT_ACKNOWLEDGED = """
 import torch, syncline as sl
 from syncline.server import open_space
-with sl.init() as world, open_space(world, "s", 20_000, rules=("adagrad(1.0)", "add"), bounds=(0, 1000)) as client:
+with sl.init() as world:
+    spaces = [
+        open_space(world, "large", 20_000, rules=("adagrad(1.0)", "add"), bounds=(0, 1000)),
+        open_space(world, "small", 2_000, rules=("adagrad(1.0)", "add"), bounds=(0, 1000)),
+    ]
     pushed, left = 0, 100
     while left:
-        client.push(None, torch.ones(20_000)).wait()
+        for push in [space.push(None, torch.ones(space.numel)) for space in spaces]:
+            push.wait()
         pushed += 1
         left -= (here / "killed").exists()
         if pushed == 20:
             post(f"started{rank}")
     total = sl.allreduce(torch.tensor([float(pushed)]), "sum")
-    values = client.get()
-    say("lost or doubled:", (values[1000:] != total).sum().item())
+    say("lost or doubled:", sum((space.get()[1000:] != total).sum().item() for space in spaces))
+    for space in spaces:
+        space.close()
 """
 
 

@@ -72,6 +72,25 @@ def test_a_receive_from_anyone_ends_at_the_timeout() -> None:
     assert run.time == pytest.approx(30.0)
 
 
+def test_a_receive_ends_with_the_rank_that_passes_the_request_on() -> None:
+    def ask(world: sl.World) -> tuple[float, int | None]:
+        if world.rank:
+            world.compute(2.0)
+            return 0.0, None
+        for _ in range(2):  # it is lost meanwhile, and before
+            reply = world.transport.recv_bytes(8, 1, 5, via=2)
+            with pytest.raises(sl.errors.PeerLostError) as caught:
+                reply.wait()
+        cancelled = world.transport.recv_bytes(8, 1, 5)
+        cancelled.cancel()
+        with pytest.raises(sl.errors.PeerLostError, match="was cancelled"):
+            cancelled.wait()
+        return world.runtime.now(), caught.value.peer
+
+    run = sl.simulate(ask, 3, faults=[sl.faults.Kill(2, at=0.5)], timeout=30.0)
+    assert run.results[0] == (0.5, 2)
+
+
 def test_slow_ranks_take_longer() -> None:
     quick = sl.simulate(steps, 4).time
     slow = sl.simulate(steps, 4, faults=[sl.faults.Slow(1, 10.0)]).time

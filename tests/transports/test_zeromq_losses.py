@@ -60,6 +60,34 @@ def test_a_silent_member_is_lost_after_the_stated_time(here: Here) -> None:
         until(lambda: silent.rank in here.ranks[1].lost(), "the others are told")
 
 
+def test_a_reply_does_not_come_if_the_rank_that_passes_the_request_on_is_lost(here: Here) -> None:
+    """The receive fails whether the loss is noticed before it, or while a task waits."""
+    first, found = here.ranks[0], list[PeerLostError]()
+    early = first.recv_bytes(8, 1, 5, via=2)
+    task = first.runtime.spawn(lambda: found.append(failure(early.wait)))
+    here.ranks[2].close()
+    assert task.join(TEST_TIMEOUT_S)
+    late = first.recv_bytes(8, 1, 5, via=2)
+    assert [found[0].peer, failure(late.wait).peer] == [2, 2]
+    talk(*here.ranks[:2])
+
+
+def test_a_cancelled_receive_ends_and_takes_no_message(here: Here) -> None:
+    first, found = here.ranks[0], list[PeerLostError]()
+    first.recv(torch.zeros(1), 1, 6)  # connects the two
+    cancelled, kept = (first.recv_bytes(8, 1, 5) for _ in range(2))
+    task = first.runtime.spawn(lambda: found.append(failure(cancelled.wait)))
+    until(lambda: bool(first.node.loop.driver), "it waits")
+    cancelled.cancel()
+    assert task.join(TEST_TIMEOUT_S)
+    assert "was cancelled" in str(found[0])
+    here.ranks[1].send_bytes((b"reply",), 0, 5)
+    kept.wait()
+    kept.cancel()  # too late: it has no effect
+    kept.wait()
+    assert bytes(kept.data) == b"reply"
+
+
 def test_messages_of_a_lost_member_are_dropped(here: Here) -> None:
     """The others continue without it, so its late messages are not delivered."""
     first = here.ranks[0]

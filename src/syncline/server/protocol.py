@@ -20,7 +20,7 @@ from syncline.wire import WireHeader
 
 __all__ = ["RecordHeader", "ReplyHeader", "RequestHeader", "bytes_tensor", "first_tag", "json_body"]
 
-VERSION = 2
+VERSION = 3
 MAX_INLINE_BYTES = 1 << 15
 """The longest body that is sent together with its header."""
 MAX_PIECE_ELEMENTS = 1 << 20
@@ -46,6 +46,8 @@ REPLICA_TAG_RANGES = 1009
 # Kinds of requests.
 HELLO, PUSH, PULL, PUSH_PULL, CONTROL, BYE = range(1, 7)
 KINDS = range(HELLO, BYE + 1)
+VALUES = (PUSH, PULL, PUSH_PULL)
+"""Kinds of requests about values."""
 
 # Flags of requests.
 KEYS = 1
@@ -80,7 +82,7 @@ ANSWERS = (ACKED, JOIN, RECEIVED)
 """Kinds of records after which no request follows."""
 
 # The keys that follow a header are aligned to 8 bytes.
-_REQUEST = WireHeader(b"SLRQ", VERSION, fields="BHHHIIIqqQQQQQddQQI")
+_REQUEST = WireHeader(b"SLRQ", VERSION, fields="BHHHIIIqqQQQQQddQQII", padding=4)
 _REPLY = WireHeader(b"SLRP", VERSION, fields="BHHHIQqqQQ", padding=4)
 RECORD_MAGIC = b"SLRC"
 _RECORD = WireHeader(RECORD_MAGIC, VERSION, fields="BHIQ")
@@ -126,6 +128,8 @@ class RequestHeader(NamedTuple):
     """Bytes of the body."""
     replica: int = 0
     """0: the request is about the server's own shard; n: about that of the n-th server before it, which it replaces."""
+    reply_from: int = 0
+    """0: the server that gets the request replies; n: member n − 1, another server of the shard's chain, does."""
 
     @property
     def repeats(self) -> bool:
@@ -138,11 +142,14 @@ class RequestHeader(NamedTuple):
         self, space: int, number: int, acked: int, length: int, place: tuple[int, int, int, int]
     ) -> RequestHeader:
         """The header with its number. `place` has `after`, `first`, `count`, `seed`. `_replace` would take longer."""
-        kind, flags, dtype, slot, _, handler, _, clock, min_clock, _, _, _, _, _, rate, scale, digest, _, replica = self
+        (
+            kind, flags, dtype, slot, _, handler, _, clock, min_clock, _, _, _, _, _, rate, scale, digest, _, replica,
+            reply_from,
+        ) = self  # fmt: skip
         after, first, count, seed = place
         return RequestHeader(
             kind, flags, dtype, slot, space, handler, seed, clock, min_clock, number, after, acked, first, count,
-            rate, scale, digest, length, replica,
+            rate, scale, digest, length, replica, reply_from,
         )  # fmt: skip
 
     def pack(self) -> bytes:

@@ -6,15 +6,21 @@ order, so that they have the same state: weights, clocks, optimizer state, lists
 may ask for again::
 
     client ── request ──► head ── record 7 ──► replica ── record 7 ──► replica (the last)
-                           │  ◄── acked 7 ──────  │  ◄── acked 7 ───────┘
-           ◄── reply ──────┘
+                           │  ◄── acked 7 ──────  │  ◄── acked 7 ───────┤
+           ◄── reply ──────┴─────────────────── or ────────────────────┘
 
-A reply waits until all servers after this one have the record. So a client gets no reply, and sees no value, that is
-lost with the head. A record with a short body is handled while it travels; its body is copied before, because the
-handler changes it, and the record may have to be sent again. A long body is forwarded without a copy, and handled when
-all servers after this one have it. When a server is lost, the one before it sends all unacknowledged records to the
-next one. When the head is lost, the next server is the head. Every server has the same `RequestHandler`, which is
-deterministic: what a request does depends on the earlier records only.
+A reply waits until all servers have the record. So a client gets no reply, and sees no value, that is lost with the
+head. A request names the server that replies: for a short one, the last server that its client knows. No message
+passes between the servers after that, and the last one acknowledges such records later, many at once (van Renesse and
+Schneider, OSDI 2004). The head replies to the others. Every server that is named replies when it knows that those
+after it have the record, so that the client's knowledge of the chain may be old.
+
+A record with a short body is handled while it travels. The handler gets a copy, because it changes the body, and the
+record may have to be sent again. A long body is forwarded without a copy, and handled when all servers after this one
+have it. When a server is lost, the one before it sends all unacknowledged records to the next one. When the head is
+lost, the next server is the head. A client sends a request again, under the same number, if the head or the server
+that it has named is lost. Every server has the same `RequestHandler`, which is deterministic: what a request does
+depends on the earlier records only.
 
 A new server is added at the end. It asks the last server for its state, which comes in pieces while serving continues.
 The new server is *level* when it has acknowledged all records::
@@ -47,6 +53,8 @@ NO_REQUEST, NO_BODY = RequestHeader(protocol.BYE), torch.empty(0, dtype=torch.ui
 SNAPSHOT_PIECE_BYTES = 1 << 22
 PIECES_IN_FLIGHT = 2
 """Pieces of a snapshot that are sent before the first of them is acknowledged."""
+ACK_EVERY_RECORDS = 16
+"""Records after which the last server acknowledges them, if no reply of another server waits for it."""
 MAX_BACKLOG_BYTES = 1 << 26
 """Bytes of records that are kept for a new server until it has the snapshot. Beyond that clients wait for it."""
 
@@ -130,13 +138,15 @@ class ReplicaChain:
         """This server has handled all records up to this number."""
         self._held: deque[tuple[int, list[OutgoingReply]]] = deque()
         """Replies to records that some server after this one may not have, with the numbers of these records."""
+        self._sent_ack = 0
+        """The number in the latest acknowledgement that this server has sent."""
         self._previous = members[0]
         """The server that has sent the latest record."""
         self._unacked: deque[ReplicaRecord] = deque()
         """Records that some server after this one may not have."""
         self._asked: set[tuple[int, int, int]] = set()
-        """Requests that clients have sent to this server and that have no reply: space, client and number. Each gets
-        one reply, because a second one could fill memory that the client uses again.
+        """Requests without a reply to which this server is to reply: space, client and number. Each gets one reply,
+        because a second one could fill memory that the client uses again.
         """
         self._early: dict[tuple[int, int, int], tuple[int, RequestHeader, Tensor, int]] = {}
         """Requests of clients that have noticed the loss of the head earlier than this server."""
@@ -167,10 +177,12 @@ class ReplicaChain:
         """Handle a client's request, or its refusal. A server that is not the head keeps it until it is."""
         key = (request.space, member, request.number)
         if self.is_head:
-            self._asked.add(key)
-            if len(self._asked) > protocol.REPLY_SLOTS * (1 + len(self.handler.sessions)):
-                self._asked = {each for each in self._asked if self._may_reply(*each)}
+            if not request.reply_from or self._is_named(request):
+                self._expect_reply(key)
             return self._add(ReplicaRecord(self._header(kind, member, self._last + 1), request, body))
+        acked = [each for each in self._early if each[:2] == key[:2] and each[2] <= request.acked]
+        for each in acked:  # the last server has replied to them
+            del self._early[each]
         if sum(each[:2] == key[:2] for each in self._early.keys() - {key}) >= protocol.REPLY_SLOTS:
             return [refuse(member, request, f"{protocol.REPLY_SLOTS} requests wait for the loss of the head")]
         self._early[key] = (member, request, body, kind)
@@ -247,6 +259,9 @@ class ReplicaChain:
         if record.header.kind in (protocol.LOST, protocol.LEFT):
             self._known_losses.add(record.header.member)
         if number == self._last + 1:
+            request = record.request
+            if self._is_named(request):
+                self._expect_reply((request.space, record.header.member, request.number))
             return self._add(record)
         self._send_ack()
         return []
@@ -269,15 +284,10 @@ class ReplicaChain:
     def _add(self, record: ReplicaRecord) -> list[OutgoingReply]:
         """Forward the next record, or handle it if this server is the last; return the replies to send."""
         self._last = record.header.number
-        if self._next is not None and self._handled == self._last - 1 and record.request.repeats:
-            kept = ReplicaRecord(record.header, record.request, record.body.clone())
-            self._unacked.append(kept)
-            self._send(self._next, kept)
-            self._held.append((self._last, self._handle(record)))
-            return []
         self._unacked.append(record)
         if self._next is not None:
             self._send(self._next, record)
+            self._handle_short()
             return []
         newcomer = self._newcomer
         if newcomer is not None:
@@ -285,12 +295,17 @@ class ReplicaChain:
                 return []  # until the new server has the snapshot
             newcomer.backlog.append(ReplicaRecord(record.header, record.request, record.body.clone()))
             newcomer.backlog_bytes += record.body.numel()
-        return self._acknowledge(self._last)
+        return self._acknowledge(self._last, may_delay=self._is_named(record.request))
 
-    def _acknowledge(self, number: int) -> list[OutgoingReply]:
-        """Handle the records up to a number, which all servers after this one have; return the replies to send."""
+    def _acknowledge(self, number: int, may_delay: bool = False) -> list[OutgoingReply]:
+        """Handle the records up to a number, which all servers after this one have; return the replies to send.
+
+        With `may_delay`, the servers before are told at once only if one of them has a reply that waits for it.
+        """
         self._acked = max(number, self._acked)
-        self._send_ack()
+        may_delay &= number < self._sent_ack + ACK_EVERY_RECORDS
+        if not may_delay:
+            self._send_ack()
         replies: list[OutgoingReply] = []
         while self._held and self._held[0][0] <= number:
             replies += self._held.popleft()[1]
@@ -298,7 +313,30 @@ class ReplicaChain:
             record = self._unacked.popleft()
             if record.header.number > self._handled:
                 replies += self._handle(record)
-        return [reply for reply in replies if self._was_asked(reply)]
+        self._handle_short()
+        asked = [reply for reply in replies if self._was_asked(reply)]
+        if may_delay and len(asked) < len(replies):
+            self._send_ack()
+        return asked
+
+    def _handle_short(self) -> None:
+        """Handle the short records that come next, and hold their replies."""
+        while self._handled < self._last and self._next is not None:
+            record = self._unacked[self._handled - self._last]
+            if not record.request.repeats:
+                return
+            copy = ReplicaRecord(record.header, record.request, record.body.clone())
+            self._held.append((record.header.number, self._handle(copy)))
+
+    def _is_named(self, request: RequestHeader) -> bool:
+        """Whether the client that has sent a request to the head expects the reply from this server."""
+        return request.reply_from == 1 + self._me
+
+    def _expect_reply(self, key: tuple[int, int, int]) -> None:
+        """Note that this server is to reply to a request."""
+        self._asked.add(key)
+        if len(self._asked) > protocol.REPLY_SLOTS * (1 + len(self.handler.sessions)):
+            self._asked = {each for each in self._asked if self._may_reply(*each)}
 
     def _may_reply(self, space: int, member: int, number: int) -> bool:
         """Whether a request may still get a reply. A duplicate of an acknowledged one gets none."""
@@ -323,6 +361,7 @@ class ReplicaChain:
 
     def _send_ack(self) -> None:
         if not self.is_head:
+            self._sent_ack = self._acked
             self._send(self._previous, self._message(protocol.ACKED, 0, self._acked))
 
     def _message(self, kind: int, member: int, number: int) -> ReplicaRecord:

@@ -70,8 +70,8 @@ class PendingRequest:
     error: Exception | None = None
     finished: bool = False
     """Whether `reply` or `error` is set."""
-    replica: int = 0
-    """The place in the shard's chain of the server from which the reply is expected."""
+    place: tuple[int, int] = (0, 0)
+    """The places in the shard's chain of the server that has got the request, and of the one that replies."""
     replied: bool = False
     """Whether the reply's header has arrived, so that another server is not asked again."""
     reply_receive: BytesHandle | None = None
@@ -94,6 +94,11 @@ class PendingRequest:
         return self.header.kind != protocol.PUSH
 
     @property
+    def short(self) -> bool:
+        """Whether the request is about values, and both messages are short: a reply that comes twice does no harm."""
+        return self.header.kind in protocol.VALUES and self.header.repeats and self.view is None
+
+    @property
     def may_need_keys(self) -> bool:
         """Whether the server may ask for the list of keys."""
         return self.header.flags & (protocol.CACHED | protocol.KEYS) == protocol.CACHED
@@ -102,7 +107,8 @@ class PendingRequest:
 class ServerConnection:
     """One client's requests to one shard: their numbers, and their messages.
 
-    The shard lives on the servers of `chain`. The client talks to the first of them that is not lost.
+    The shard lives on the servers of `chain`. The first of them that is not lost gets the requests. The last one
+    replies to short requests, because it is the first to know that all have them.
     """
 
     def __init__(self, transport: Transport, chain: ShardServers, index: int, space_id: int) -> None:
@@ -111,6 +117,8 @@ class ServerConnection:
         self._space_id = space_id
         self.replica = 0
         """The place in the chain of the server that gets the requests."""
+        self._last = 0
+        """The place in the chain of the last server that is not lost, as far as it is known."""
         self.index = index
         """The shard's number in the space."""
         self.last_number = 0
@@ -137,6 +145,7 @@ class ServerConnection:
         self._offsets = [offset for _, offset in chain]
         """The `replica` of requests at each server of the chain."""
         self._first_tags = [protocol.first_tag(self._space_id, offset) for offset in self._offsets]
+        self._last = len(self.chain) - 1
 
     @property
     def member(self) -> int:
@@ -171,8 +180,8 @@ class ServerConnection:
         """Post the receives of the reply, and send the request."""
         with self._wire:
             self._post(pending)
-            replica, error = self.replica, self._try_transmit(pending)
-        if error is not None and not self.fail_over(pending, replica):
+            place, error = pending.place, self._try_transmit(pending)
+        if error is not None and not self.fail_over(pending, place):
             raise error
 
     def send_with_keys(self, pending: PendingRequest) -> None:
@@ -187,32 +196,28 @@ class ServerConnection:
     def send_again(self, pending: PendingRequest) -> None:
         """Send a request that may be lost once more."""
         with self._wire:
-            replica, error = self.replica, self._try_transmit(pending)
-        if error is not None and not self.fail_over(pending, replica):
+            place, error = pending.place, self._try_transmit(pending)
+        if error is not None and not self.fail_over(pending, place):
             raise error
 
-    def fail_over(self, pending: PendingRequest, replica: int) -> bool:
-        """If the server of a request is gone, send all requests without a reply to the next replica.
+    def fail_over(self, pending: PendingRequest, place: tuple[int, int]) -> bool:
+        """If a server of a request is gone, send all such requests without a reply again, to the servers that are left.
 
-        `replica` is the place of the server that has failed the request. Another task may have sent the request to the
-        next one since. Returns False if the server is not gone, or if no replica is left.
+        `place` is that of the request when it has failed. Another task may have sent it to other servers since. Returns
+        False if no server of the request is gone, or if no replica is left.
         """
         with self._wire:
-            if pending.replica != replica:
+            if pending.place != place:
                 return True
             pending.replied = False
             while True:
-                if self.transport.gone_reason(self.member):
-                    if self.replica + 1 == len(self.chain):
-                        self._set_chain(self._servers(refresh=True))  # a new server is added at the end
-                    if self.replica + 1 == len(self.chain):
-                        return False
-                    self.replica += 1
-                if pending.replica == self.replica:
+                if not self._skip_gone() or pending.place == self._place_of(pending):
                     return False
                 unanswered = [each for each in list(self.pending.values()) if each.reply_receive and not each.replied]
                 for each in sorted(unanswered, key=lambda each: each.header.number):
-                    if each.replica != self.replica:
+                    if each.place != self._place_of(each):
+                        if each.reply_receive is not None:  # it could take the reply for which the next one waits
+                            each.reply_receive.cancel()
                         self._post(each)
                         error = self._try_transmit(each)
                         if error is not None and not self.transport.gone_reason(self.member):
@@ -220,10 +225,27 @@ class ServerConnection:
                 if not self.transport.gone_reason(self.member):
                     return True
 
+    def _skip_gone(self) -> bool:
+        """Find the first and the last server that are not gone. False if no server is left."""
+        while self.transport.gone_reason(self.member):
+            if self.replica + 1 == len(self.chain):
+                self._set_chain(self._servers(refresh=True))  # a new server is added at the end
+            if self.replica + 1 == len(self.chain):
+                return False
+            self.replica += 1
+        while self._last > self.replica and self.transport.gone_reason(self.chain[self._last]):
+            self._last -= 1
+        return True
+
+    def _place_of(self, pending: PendingRequest) -> tuple[int, int]:
+        """The places in the chain of the server that gets a request, and of the one that replies."""
+        first, last = self.replica, self._last
+        return (first, last) if last > first and pending.short else (first, first)
+
     def _post(self, pending: PendingRequest) -> None:
         """Post the receives of the reply."""
         self.cancel_receive(pending)
-        pending.replica, pending.replied = self.replica, False
+        pending.place, pending.replied = self._place_of(pending), False
         self._post_reply(pending)
         out = pending.out
         if out is not None and 4 * out.numel() > protocol.MAX_INLINE_BYTES and pending.view is None:
@@ -241,14 +263,16 @@ class ServerConnection:
         if pending.finished:
             return
         header, transport, member = pending.header, self.transport, self.member
-        if self._offsets[self.replica]:
-            header = header._replace(replica=self._offsets[self.replica])
+        replica, last = self._place_of(pending)
+        if self._offsets[replica] or last != replica:
+            reply_from = 0 if last == replica else 1 + self.chain[last]
+            header = header._replace(replica=self._offsets[replica], reply_from=reply_from)
         if header.length <= protocol.MAX_INLINE_BYTES:
             body = (pending.body.numpy().data.cast("B"),) if header.length else ()
             transport.send_bytes((header.pack(), *body), member, protocol.REQUEST_TAG, lossy=header.repeats)
         else:
             transport.send_bytes((header.pack(),), member, protocol.REQUEST_TAG)
-            tag = self._first_tags[self.replica] + protocol.BODY_TAG
+            tag = self._first_tags[replica] + protocol.BODY_TAG
             pending.sends.append(transport.send(pending.body, member, tag, exact=True))
 
     def release(self, pending: PendingRequest) -> None:
@@ -263,7 +287,7 @@ class ServerConnection:
         runtime = self.transport.runtime
         deadline = runtime.now() + self.transport.timeout
         while True:
-            posted, replica = pending.reply_receive, pending.replica
+            posted, place = pending.reply_receive, pending.place
             assert posted is not None
             try:
                 posted.wait(retry_s)
@@ -275,7 +299,7 @@ class ServerConnection:
                     self._read_body(pending, reply, posted.data)
                     return reply
             except PeerLostError:
-                if pending.reply_receive is not posted or self.fail_over(pending, replica):
+                if pending.reply_receive is not posted or self.fail_over(pending, place):
                     continue  # it was sent to another server
                 gone = self.transport.gone_reason(self.member)
                 if gone or retry_s is None or runtime.now() >= deadline:
@@ -304,12 +328,15 @@ class ServerConnection:
             pending.data_receive = None
 
     def _post_reply(self, pending: PendingRequest) -> None:
-        tag = self._first_tags[pending.replica] + protocol.REPLY_TAG + pending.header.number % protocol.REPLY_SLOTS
-        pending.reply_receive = self.transport.recv_bytes(MAX_REPLY_BYTES, self.chain[pending.replica], tag)
+        replica, last = pending.place
+        tag = self._first_tags[last] + protocol.REPLY_TAG + pending.header.number % protocol.REPLY_SLOTS
+        via = None if last == replica else self.chain[replica]
+        pending.reply_receive = self.transport.recv_bytes(MAX_REPLY_BYTES, self.chain[last], tag, via=via)
 
     def _receive_data(self, pending: PendingRequest, buffer: Tensor) -> Handle:
-        tag = self._first_tags[pending.replica] + protocol.DATA_TAG + pending.header.number % protocol.REPLY_SLOTS
-        return self.transport.recv(buffer, self.chain[pending.replica], tag, exact=True)
+        _, last = pending.place
+        tag = self._first_tags[last] + protocol.DATA_TAG + pending.header.number % protocol.REPLY_SLOTS
+        return self.transport.recv(buffer, self.chain[last], tag, exact=True)
 
     def _read_body(self, pending: PendingRequest, reply: ReplyHeader, data: memoryview) -> None:
         inline = reply.length if reply.length <= protocol.MAX_INLINE_BYTES else 0

@@ -164,8 +164,8 @@ class Server:
 
     def _slowest(self) -> tuple[int, int] | None:
         with self._lock:
-            heads = [chain.handler for chain in self.chains.values() if chain.is_head] or [self.handler]
-            return next(filter(None, (handler.slowest() for handler in heads)), None)
+            handlers = [chain.handler for chain in self.chains.values()] or [self.handler]
+            return next(filter(None, (handler.slowest() for handler in handlers)), None)
 
     def _describe_awaited(self) -> str:
         slowest = self._slowest()

@@ -16,13 +16,13 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from syncline.errors import IncompatibleError, UnsupportedError, WorldError
+from syncline.errors import IncompatibleError, SynclineError, UnsupportedError, WorldError
 from syncline.runtime import Runtime
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.memory_store import MemoryStore
@@ -30,6 +30,7 @@ from syncline.transports.network import Network
 from syncline.transports.shared_memory import share_memory
 
 __all__ = [
+    "BufferedBytes",
     "BytesHandle",
     "Handle",
     "Monitor",
@@ -92,6 +93,10 @@ class BytesHandle(Protocol):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the message, like `Handle.wait`."""
+        ...
+
+    def cancel(self) -> None:
+        """End the receive, unless its message has arrived. A task that waits for it gets a `PeerLostError`."""
         ...
 
 
@@ -264,6 +269,8 @@ class Transport(ABC):
         self.timeout = timeout
         self.members = tuple(range(size)) if members is None else members
         """The world rank of each rank of this channel. Messages to users name these."""
+        self.name_message: Callable[[int], str] | None = None
+        """What the messages of a tag carry, for warnings and errors; None: the tag says enough."""
         self._job_channel: Transport | None = None
         self._own_store: MemoryStore | None = None
 
@@ -318,9 +325,17 @@ class Transport(ABC):
         whole = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         self.send(whole, to, tag, lossy=lossy)
 
-    def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
-        """Receive a short message of up to `max_bytes` bytes into memory of its own."""
-        return _BufferedBytes(self, max_bytes, source, tag)
+    def recv_bytes(self, max_bytes: int, source: int, tag: int = 0, *, via: int | None = None) -> BytesHandle:
+        """Receive a short message of up to `max_bytes` bytes into memory of its own.
+
+        With `via`, the message is the reply to one that this rank has sent to `via`, which passes it on to `source`.
+        The receive also fails if `via` is lost.
+        """
+        if via is not None:
+            raise UnsupportedError(f"a receive on {self.name} cannot depend on the loss of a second rank")
+        buffer = torch.empty(max_bytes, dtype=torch.uint8)
+        handle = self.recv(buffer, source, tag)
+        return BufferedBytes(buffer, handle, lambda: handle.wait(0.0))
 
     def listen(
         self,
@@ -424,12 +439,13 @@ class TeamConnector(Protocol):
         ...
 
 
-class _BufferedBytes:
+class BufferedBytes:
     """A receive with its own buffer."""
 
-    def __init__(self, transport: Transport, max_bytes: int, source: int, tag: int) -> None:
-        self._buffer = torch.empty(max_bytes, dtype=torch.uint8)
-        self._handle: Any = transport.recv(self._buffer, source, tag)
+    def __init__(self, buffer: Tensor, handle: Handle, cancel: Callable[[], None]) -> None:
+        self._buffer = buffer
+        self._handle = handle
+        self._cancel = cancel
         self.data = memoryview(b"")
 
     def done(self) -> bool:
@@ -439,6 +455,10 @@ class _BufferedBytes:
     def wait(self, timeout: float | None = None) -> None:
         self._handle.wait(timeout)
         self.data = self._buffer.numpy().data[: self._handle.nbytes]
+
+    def cancel(self) -> None:
+        with suppress(SynclineError):
+            self._cancel()
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:

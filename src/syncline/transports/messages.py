@@ -129,8 +129,14 @@ class PostedReceive:
     max_bytes: int = -1
     """For a receive without a buffer: the largest message. It keeps the memory in which the message arrived."""
     content: memoryview | None = None
+    via: int | None = None
+    """Another rank whose loss ends the receive too."""
     on_done: Callable[[PostedReceive], None] | None = None
     """Called when it is done, under locks: it must only schedule work."""
+
+    def needs(self, rank: int) -> bool:
+        """Whether the loss of a rank ends the receive."""
+        return rank in (self.wanted, self.via)
 
     def finish(self) -> None:
         """Mark it as done: the message is in place, or `error` is set."""
@@ -284,6 +290,11 @@ class Mailbox:
                 self.posted.remove(posted)
             return True
 
+    def cancel(self, posted: PostedReceive) -> None:
+        """End a receive, and the wait of a task for it, unless its message has arrived."""
+        text = f"the receive from rank {posted.wanted} ({tag_name(posted.tag)}) was cancelled"
+        self.fail(lambda each: PeerLostError(text, peer=posted.wanted) if each is posted else None)
+
     def has_receive(self, matches: Callable[[PostedReceive], bool]) -> bool:
         """Whether such a receive waits."""
         with self._lock:
@@ -435,7 +446,8 @@ def peer_lost_error(
 def describe_recv(transport: Transport, source: int | None, tag: int, nbytes: int) -> str:
     """The sender and the size of the message that a receive waits for, with world ranks."""
     sender = "anyone" if source is None else f"rank {transport.members[source]}"
-    return f"a message from {sender} ({tag_name(tag)}, {format_bytes(nbytes)})"
+    name = tag_name(tag) if transport.name_message is None else transport.name_message(tag)
+    return f"a message from {sender} ({name}, {format_bytes(nbytes)})"
 
 
 def tag_name(tag: int) -> str:

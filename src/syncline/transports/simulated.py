@@ -17,6 +17,8 @@ from syncline.errors import IncompatibleError, PeerLostError, WorldError
 from syncline.runtime import Runtime, SimulatedRuntime, Simulator
 from syncline.transports.base import (
     DEFAULT_TIMEOUT_S,
+    BufferedBytes,
+    BytesHandle,
     Handle,
     Monitor,
     RemoteMemory,
@@ -463,11 +465,20 @@ class SimulatedTransport(Transport):
         return handle
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
+        return self._post(PostedReceive(data, source, tag, exact))
+
+    def recv_bytes(self, max_bytes: int, source: int, tag: int = 0, *, via: int | None = None) -> BytesHandle:
+        self._check(source, "source", tag)
+        posted = PostedReceive(torch.empty(max_bytes, dtype=torch.uint8), source, tag, False, via=via)
+        return BufferedBytes(posted.data, self._post(posted), partial(self.mailbox.cancel, posted))
+
+    def _post(self, posted: PostedReceive) -> Handle:
         if self._channel in self.network.broken_channels or self.global_rank in self.network.declared:
-            raise self.failure(source, f"a message ({tag_name(tag)})", 0.0, None)
-        posted = self.mailbox.add(PostedReceive(data, source, tag, exact))
-        if source is not None and self.network.broken(self.members[source]):
-            self.peer_broke(self.members[source])
+            raise self.failure(posted.wanted, f"a message ({tag_name(posted.tag)})", 0.0, None)
+        self.mailbox.add(posted)
+        for rank in (posted.wanted, posted.via):
+            if rank is not None and self.network.broken(self.members[rank]):
+                self.peer_broke(self.members[rank])
         return MailboxHandle(self, self.mailbox, posted)
 
     def peer_broke(self, global_rank: int) -> None:
@@ -477,7 +488,7 @@ class SimulatedTransport(Transport):
         peer = self.members.index(global_rank)
         self.mailbox.fail(
             lambda posted: (
-                self.failure(peer, f"a message ({tag_name(posted.tag)})", 0.0, None) if posted.wanted == peer else None
+                self.failure(peer, f"a message ({tag_name(posted.tag)})", 0.0, None) if posted.needs(peer) else None
             )
         )
 

@@ -717,7 +717,7 @@ class Node:
         if not peer.connection.gone:
             peer.connection.lose(reason, loss)
             for mailbox in list(self.mailboxes.values()):
-                mailbox.fail(lambda posted: loss(posted) if posted.wanted == rank else None)
+                mailbox.fail(lambda posted: loss(posted) if posted.needs(rank) else None)
             for on_peer_lost in list(self._on_peer_lost):
                 on_peer_lost(rank)
             self.wake()

@@ -122,11 +122,12 @@ class ZmqTransport(Transport):
                 raise self.failure(to, self.describe_send(to, nbytes), 0.0, error) from error
         super().send_bytes(parts, to, tag, lossy=lossy)
 
-    def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
+    def recv_bytes(self, max_bytes: int, source: int, tag: int = 0, *, via: int | None = None) -> BytesHandle:
         if not (0 <= source < self.size and 0 <= tag < MAX_TAG):
             self._check(source, "source", tag)
         rank = source if self._reaches_all else self.members[source]
-        posted = PostedReceive(EMPTY_BUFFER, rank, tag, False, max_bytes=max_bytes)
+        through = via if via is None or self._reaches_all else self.members[via]
+        posted = PostedReceive(EMPTY_BUFFER, rank, tag, False, max_bytes=max_bytes, via=through)
         return _BytesReceiveHandle(self, self._mailbox, self._mailbox.add(posted), EMPTY_BUFFER, source)
 
     def describe_send(self, to: int, nbytes: int) -> str:
@@ -431,9 +432,13 @@ class _ReceiveHandle:
 
     def _wait_until_done(self, timeout: float) -> None:
         transport, posted, node = self._transport, self._posted, self._transport.node
-        gone = node.connection(posted.wanted).gone if posted.wanted not in (None, node.rank) else ""
+        gone, lost = "", self._wanted
+        if posted.wanted is not None and posted.wanted != node.rank:
+            gone = node.connection(posted.wanted).gone
+        if posted.via is not None and not gone:
+            gone, lost = node.connection(posted.via).gone, transport.place(posted.via)
         if gone and self._mailbox.withdraw(posted):
-            raise transport.failure(self._wanted, self._pending(), 0.0, ConnectionError(gone))
+            raise transport.failure(lost, self._pending(), 0.0, ConnectionError(gone))
         if not transport.wait(posted, timeout, self._pending, self._wanted) and self._mailbox.withdraw(posted):
             raise transport.failure(self._wanted, self._pending(), timeout, None)
 
@@ -449,6 +454,11 @@ class _BytesReceiveHandle(_ReceiveHandle):
     """A receive of a short message, which keeps the memory in which it arrived."""
 
     data = EMPTY_DATA
+
+    def cancel(self) -> None:
+        if not self._posted.done:
+            self._mailbox.cancel(self._posted)
+            self._transport.node.wake()
 
     def _take(self) -> None:
         assert self._posted.content is not None, "the message has arrived"

@@ -1,0 +1,1 @@
+"""Model parallelism: a model is split over workers."""

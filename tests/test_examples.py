@@ -15,6 +15,7 @@ from tests.launching import ROOT, finish, launch, start, torch_variables
         (["schedules.py", "--help"], "--bandwidth"),
         (["hello.py"], "ranks [0]"),
         (["train.py"], "1 workers: 3"),
+        (["pipeline.py"], "with 1 stages"),
         (["simulator_speed.py", "--ranks", "8", "--player-ranks", "16", "--seeds", "5", "--repeats", "2"], "5 seeds"),
     ],
 )
@@ -31,6 +32,7 @@ def test_example(arguments: list[str], says: str) -> None:
         (["compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"], "halving_doubling"),
         (["check_cost.py", "--repeats", "2"], "check adds"),
         (["train.py"], "2 workers: 3"),
+        (["pipeline.py"], "with 2 stages"),
         (["sparse_logistic.py", "--steps", "20", "--files", "70"], "balanced test accuracy 0."),
         (["topics.py", "--sweeps", "2", "--words", "20", "--files", "30"], "every one is counted once"),
         (["harness_cost.py", "--workload", "digits", "--steps", "5", "--repeats", "1"], "the race's"),

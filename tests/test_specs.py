@@ -347,7 +347,7 @@ def test_names_of_the_field_lead_to_ours(spec: str, meant: str) -> None:
 
 
 def test_sharded_models_are_refused_in_words() -> None:
-    with pytest.raises(SpecError, match="unknown strategy 'fsdp'; every worker holds the whole model"):
+    with pytest.raises(SpecError, match="unknown strategy 'fsdp'; no strategy splits a model"):
         build_strategy("fsdp")
 
 

@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from syncline.errors import SynclineError
     from syncline.strategies import Run, Strategy
     from syncline.training.distribute import distribute
+    from syncline.training.pipeline import pipeline
     from syncline.transports import Link, Network, faults
     from syncline.world import (
         Group,
@@ -73,6 +74,7 @@ __all__ = [
     "latest",
     "load",
     "optim",
+    "pipeline",
     "recv",
     "reduce_scatter",
     "save",
@@ -89,6 +91,7 @@ _MODULES = {
     "strategies": ("Run", "Strategy"),
     "checkpoint": ("latest", "load", "save"),
     "training.distribute": ("distribute",),
+    "training.pipeline": ("pipeline",),
     "transports": ("Link", "Network", "faults"),
     "world": (
         *("Group", "Pending", "Simulation", "World", "allgather", "allreduce", "alltoall", "barrier", "broadcast"),

@@ -6,7 +6,8 @@ One grammar for the command line, configuration and logs::
     spec  = name | name "(" [argument ("," argument)*] ")"
     argument = literal | key "=" literal
 
-A name may contain hyphens, as in local-sgd, so that the error for an unknown name can suggest a known one.
+A name may contain hyphens, as in local-sgd, so that the error for an unknown name can suggest a known one. " x " joins
+kinds of parallelism, as in ``"pipeline(2) x allreduce"``: see `factors`.
 
 Literals are numbers, strings, None, True, False, and lists, tuples and dicts of them. The text is parsed with
 `ast` and never evaluated: a call, an attribute or an operator inside an argument is a `SpecError`.
@@ -18,6 +19,7 @@ import ast
 import difflib
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -25,12 +27,14 @@ from typing import Any, Generic, TypeVar
 
 from syncline.errors import SpecError
 
-__all__ = ["Registry", "Spec", "nearest", "parse", "spec_of"]
+__all__ = ["Registry", "Spec", "factors", "nearest", "parse", "spec_of"]
 
 T = TypeVar("T")
 
 MAX_SPEC_CHARS = 4096
 """A longer text is refused before `ast` parses it."""
+TIMES = re.compile(r"""\s+x\s+(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
+"""The sign between two factors. It is no sign within quotes."""
 FORM = "write name, name(argument, key=value), or several of these joined by '|'"
 
 
@@ -83,6 +87,17 @@ def parse(text: str) -> tuple[Spec, ...]:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise SpecError(f"cannot read spec {text!r}: {reason}; {FORM}") from None
     return tuple(_link(node, text) for node in _links(tree))
+
+
+def factors(text: str) -> list[str]:
+    """The specs that " x " joins.
+
+    >>> factors("pipeline(2, schedule='1f1b') x local(period=4)")
+    ["pipeline(2, schedule='1f1b')", 'local(period=4)']
+    """
+    if not isinstance(text, str) or len(text) > MAX_SPEC_CHARS:
+        return [text]  # `parse` refuses it
+    return TIMES.split(text.strip())
 
 
 def _written(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,10 +46,13 @@ class Solo:
         self.inside = False
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
         self.inside = True
         yield
         self.inside = False
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         assert not self.inside

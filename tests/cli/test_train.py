@@ -72,6 +72,16 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --on-failure continue", IncompatibleError, "every step of allreduce needs all workers"),
         ("digits --on-failure continue --strategy ssp", IncompatibleError, "lost with it; add --servers 1"),
         ("digits --on-failure restart", IncompatibleError, "syncline run --elastic MIN:MAX"),
+        ("digits -n 2 --stages 2", SpecError, "there is no pipeline to divide; add --pipeline 1f1b"),
+        ("digits -n 2 --pipeline gpip", SpecError, "did you mean 'gpipe'"),
+        ("digits -n 2 --pipeline 1f1b --stages 3", SpecError, "2 workers cannot be divided evenly"),
+        ("digits -n 2 --pipeline 1f1b --stages 9,", SpecError, "no module '9' to cut at"),
+        ("digits -n 2 --pipeline 1f1b --stages none.json", SpecError, "none.json cannot be read"),
+        ("digits -n 8 --pipeline 1f1b", IncompatibleError, "8 stages are more than the model can be split into"),
+        ("digits -n 2 --pipeline 1f1b --strategy ssp", IncompatibleError, "at its own pace"),
+        ("digits -n 2 --pipeline 1f1b --global-batch 64", IncompatibleError, "write batch instead"),
+        ("digits -n 2 --pipeline 1f1b --pace 0.1", IncompatibleError, "each worker of a pipeline computes a part"),
+        ("regression -n 1 --pipeline 1f1b", IncompatibleError, "train without a pipeline"),
         ("digits -n 2000", IncompatibleError, "1079 samples to train on, too few for 2000 workers"),
     ],
 )
@@ -208,6 +218,19 @@ def weights(folder: Path) -> dict[str, bytes]:
 def ended(run: Run, code: int) -> Run:
     assert run.code == code, run.describe()
     return run
+
+
+@pytest.mark.xdist_group("launch")
+def test_a_pipeline_of_two_workers_continues_on_one(runs: Runs) -> None:
+    plan = ("--pipeline", "1f1b(microbatches=4)", "--epochs", "1", "--out", "a")
+    run = ended(runs.run("train", "digits(model='cnn')", "-n", "2", *plan), 0)
+    assert "epoch 1/1: validation accuracy 0." in run.out
+    config = json.loads((runs.folder / "a" / "config.json").read_text())
+    assert config["run"]["pipeline"]["replicas"] == [1, 1]
+    assert 0 < config["run"]["pipeline"]["parameters"][0] < config["parameters"]
+    run = ended(runs.run("train", "digits(model='cnn')", "--epochs", "2", "--out", "a", "--resume", "auto"), 0)
+    assert "continues with other settings than it started with: pipeline None" in run.err
+    assert "epoch 2/2: validation accuracy 0." in run.out
 
 
 @pytest.mark.xdist_group("launch")

@@ -76,7 +76,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         ((MODEL, MODEL), {}, "torch.optim.Optimizer, or a list of them, not Linear"),
         ((MODEL, torch.optim.SGD), {}, "not the class SGD: call it"),
         ((MODEL, torch.optim.lr_scheduler.StepLR(SGD, 1)), {}, "not StepLR: give schedulers by schedulers=[…]"),
-        ((MODEL, SGD, None), {}, "the strategy is written as text, not as NoneType"),
+        ((MODEL, SGD, 3), {}, "the strategy is written as text, not as int"),
         ((MODEL, SGD, sl.strategies.SSP), {}, "the strategy is the class SSP; write SSP()"),
         ((MODEL, SGD), {"schedulers": torch.optim.lr_scheduler.StepLR(SGD, 1)}, "schedulers=[…] is a list, not StepLR"),
         ((MODEL, SGD), {"bucket_bytes": "25MB"}, "bucket_bytes='25MB': a number of bytes"),

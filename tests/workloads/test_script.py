@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from syncline.cli import placement
 from syncline.cli.main import main
-from syncline.errors import SpecError
+from syncline.errors import IncompatibleError, SpecError
 from syncline.testing.workloads import WorkloadContract, assert_rng_unchanged
 from syncline.training.loop import train
 from syncline.training.run_folder import fresh_name
@@ -79,6 +79,17 @@ def refusal(path: str) -> str:
     assert "\n" not in told
     assert Path(path).name in told
     return told
+
+
+def test_the_loss_of_an_output_must_be_the_loss(tmp_path: Path) -> None:
+    """A pipeline needs it."""
+    right = "def output_loss(outputs, targets):\n    return (outputs - targets).square().mean()\n"
+    workload = ScriptWorkload(script(tmp_path, right))
+    workload.check()
+    assert float(workload.output_loss(torch.ones(2, 1), torch.zeros(2, 1))) == 1.0
+    assert "they must be the same function" in refusal(script(tmp_path, right.replace("square", "abs")))
+    with pytest.raises(IncompatibleError, match="define it, or train without a pipeline"):
+        ScriptWorkload(script(tmp_path)).output_loss(torch.ones(2, 1), torch.zeros(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +246,7 @@ def test_missing_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert refusal("folder.py").startswith("folder.py cannot be read (Is a directory)")
     with pytest.raises(SpecError, match=r"unknown workload 'mine'.* write mine\.py"):
         build("mine")
-    with pytest.raises(SpecError, match=r"available: 'digits', .*'stdlib'$"):
+    with pytest.raises(SpecError, match=r"available: 'digits', .*'vgg'$"):
         build("yours")
     assert build("fashion(folder='/data/mine.py')").name == "fashion"
 

@@ -12,9 +12,22 @@ import torch
 from torch.utils.data import DataLoader
 
 from syncline.errors import SpecError, UnsupportedError
+from syncline.parallel.splitting import cut_candidates
+from syncline.parallel.splitting import split as split_model
 from syncline.testing.workloads import WorkloadContract
-from syncline.workloads import Digits, LogisticRegression, Regression, Stdlib, build, names, stdlib
-from syncline.workloads.base import Pairs, Workload
+from syncline.workloads import (
+    VGG,
+    Digits,
+    LogisticRegression,
+    Regression,
+    Stdlib,
+    TransformerLM,
+    build,
+    names,
+    stdlib,
+    vgg,
+)
+from syncline.workloads.base import Pairs, Workload, batches
 from syncline.workloads.convex import Convex
 from syncline.workloads.stdlib import Corpus, read_corpus
 
@@ -41,6 +54,18 @@ class TestRNN(WorkloadContract):
     @classmethod
     def make(cls) -> Workload:
         return Stdlib(model="rnn", bytes=200_000, length=32)
+
+
+class TestDeepTransformer(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return TransformerLM(width=32, bytes=200_000, length=32)
+
+
+class TestVGG(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return VGG(side=8, width=4, dense=64)
 
 
 class TestRegression(WorkloadContract):
@@ -70,7 +95,7 @@ def train(workload: Workload, epochs: int) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("spec", ["digits", "digits(model='cnn')", "regression", "logistic"])
+@pytest.mark.parametrize("spec", ["digits", "digits(model='cnn')", "vgg", "regression", "logistic"])
 def test_the_defaults_reach_their_target(spec: str) -> None:
     workload = build(spec)
     target = workload.defaults.target
@@ -91,6 +116,8 @@ def test_digits_reach_nine_of_ten_on_the_test_split() -> None:
         "digits(model='cnn')",
         "fashion(folder='/data', download=True)",
         "stdlib(model='rnn', bytes=500000, length=64)",
+        "vgg(data='fashion', side=32, dense=4096)",
+        "transformer(layers=12, width=128, tied=False)",
         "regression(features=8, noise=0.0, seed=3)",
         "logistic(condition=100.0, l2=0.01)",
     ],
@@ -121,6 +148,10 @@ def test_every_name_builds() -> None:
         ("fashion(url='file:///etc/')", "not https"),
         ("stdlib(bytes=10)", "from 100,000 to"),
         ("stdlib(length=True)", "length: True"),
+        ("transformer(heads=5)", "heads: 5, width: 64"),
+        ("transformer(tied=1)", "tied: 1"),
+        ("vgg(data='mnist')", "unknown data 'mnist'"),
+        ("vgg(side=7)", "from 8 to 256"),
         ("regression(features=0)", "features: 0"),
         ("regression(noise='much')", "noise: 'much'"),
         ("logistic(l2=0)", "l2: 0"),
@@ -169,6 +200,43 @@ def test_digits_splits_are_disjoint_complete_and_stratified() -> None:
     for split, share in zip(splits, (0.6, 0.2, 0.2), strict=True):
         for label, count in Counter(split.targets.tolist()).items():
             assert abs(count - share * total[label]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "cuts", "tied"),
+    [
+        ("vgg(side=8, width=4, dense=16)", ("features.10", "classifier.0"), 0),
+        ("transformer(width=8, length=8, bytes=100000)", ("blocks.1", "blocks.3"), 1),
+        ("transformer(width=8, length=8, bytes=100000, tied=False)", ("blocks.2", "head"), 0),
+        ("stdlib(length=8, bytes=100000)", ("blocks.1", "norm"), 0),
+        ("digits(model='cnn')", ("3", "7"), 0),
+    ],
+)
+def test_a_model_can_be_split_and_its_loss_computed_from_its_output(
+    spec: str, cuts: tuple[str, ...], tied: int
+) -> None:
+    workload = build(spec)
+    model = workload.model(0)
+    assert set(cuts) <= set(cut_candidates(model))
+    graph = split_model(model, cuts)
+    assert len(graph.tied) == tied
+    inputs, targets = next(batches(workload.splits().train, 4))
+    values = {0: inputs}
+    for stage in graph.stages:
+        results: Any = stage.module(*(values[number] for number in stage.inputs))
+        values.update(zip(stage.outputs, results, strict=True) if stage.outputs else [(-1, results)])
+    assert torch.equal(workload.output_loss(values[-1], targets), workload.loss(model, (inputs, targets)))
+
+
+def test_images_are_scaled_and_bytes_stay_bytes() -> None:
+    big = cast(Pairs, build("vgg(side=32)").splits().train)
+    assert big.inputs.shape[1:] == (1, 32, 32)
+    assert torch.equal(big.targets, cast(Pairs, Digits().splits().train).targets)
+    clothes = Pairs(torch.full((5, 1, 28, 28), 7, dtype=torch.uint8), torch.zeros(5), scale=255)
+    small = vgg.resized(clothes, 14)
+    assert small.inputs.shape == (5, 1, 14, 14)
+    assert small.inputs.dtype == torch.uint8
+    assert int(small.inputs.min()) == int(small.inputs.max()) == 7
 
 
 def test_each_library_file_is_in_one_split(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -23,6 +24,7 @@ from syncline.checkpoint.files import (
     verify,
 )
 from syncline.checkpoint.objects import (
+    RunLike,
     check_model,
     check_optimizer,
     check_rng_states,
@@ -81,12 +83,15 @@ def load(
         if chosen is None:
             return None
         loading = _Loading(participants, place / chosen["name"], Manifest(**chosen["manifest"]), objects)
-        participants.run_in_task("read the checkpoint", loading.read)
-        try:
-            participants.run_on_all("take over the checkpoint", loading.apply)
-        except BaseException:
-            loading.undo()
-            raise
+        with ExitStack() as stack:
+            for run in [value for value in objects.values() if isinstance(value, RunLike)]:
+                stack.enter_context(run.loading())
+            participants.run_in_task("read the checkpoint", loading.read)
+            try:
+                participants.run_on_all("take over the checkpoint", loading.apply)
+            except BaseException:
+                loading.undo()
+                raise
         loading.restore_randomness()
         continues = any(kind_of(value) in ("run", "optimizer") for value in objects.values())
         if continues and not participants.joins:  # the others may have saved since

@@ -170,7 +170,7 @@ class _Saving:
 
         with ExitStack() as stack:
             for run in self.runs.values():
-                stack.enter_context(run.agreed())
+                stack.enter_context(run.saving())
             edition = int(self.participants.run_in_task("write the shared part of the checkpoint", work)[0])
         self.participants.resumed.pop(self.folder.resolve(), None)
         if self.pending is not None:

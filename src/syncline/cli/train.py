@@ -12,11 +12,14 @@ examples:
   syncline train workload.py -n 2                               a workload of your own: see syncline new
   syncline train digits -n 4 --strategy hogwild --pace 0.001 --slow rank=2,factor=4      one of four is slow
   syncline train digits -n 4 --strategy "ssp(slack=3)" --servers 1 --on-failure continue      survives lost workers
+  syncline train vgg -n 2 --pipeline "1f1b(microbatches=8)"     the layers split over two workers
+  syncline train transformer -n 4 --pipeline zero_bubble --stages 2         two stages, two workers each
+  syncline train transformer -n 2 --pipeline 1f1b --stages blocks.2         stage 1 begins with blocks.2
   syncline train kmeans -n 4 --strategy aggregate               k-means by one all-reduce per round
 
-Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
---out) has log.jsonl, config.json, system.json, summary.json and checkpoints/. Ctrl-C or SIGTERM ends the run after a
-step, with a checkpoint.
+Workloads: digits, fashion, stdlib, transformer, vgg, regression, logistic, or a script of yours by its path. The run
+folder (runs/… or --out) has log.jsonl, config.json, system.json, summary.json and checkpoints/. Ctrl-C or SIGTERM ends
+the run after a step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import logging
 import os
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +52,8 @@ HINTS = {
     **dict.fromkeys(("--algorithm", "--allreduce"), "write --collective"),
     **dict.fromkeys(("--compression", "--compress"), "write --codec"),
     **dict.fromkeys(("--elastic", "--restart"), "run a script of your own by syncline run --elastic MIN:MAX"),
+    **dict.fromkeys(("--pp", "--pipeline-parallel", "--schedule"), "write --pipeline 1f1b --stages 2"),
+    **dict.fromkeys(("--microbatches", "--micro-batches"), 'write --pipeline "1f1b(microbatches=8)"'),
     "--checkpoint": "write --checkpoint-every STEPS, or --resume auto to continue",
 }
 
@@ -57,7 +62,18 @@ logger = logging.getLogger("syncline")
 AUTO = "auto"
 """The value of --resume for the newest checkpoint in --out."""
 NETWORK_OPTIONS = (
-    *("codec", "diagnose", "global_batch", "steps", "warmup", "momentum", "target", "evaluate_every"),
+    *(
+        "codec",
+        "pipeline",
+        "stages",
+        "diagnose",
+        "global_batch",
+        "steps",
+        "warmup",
+        "momentum",
+        "target",
+        "evaluate_every",
+    ),
     *("evaluations_after", "out", "resume", "checkpoint_every", "trace", "tensorboard"),
     *("servers", "replicas", "on_failure", "lab", "hosts", "pace", "slow"),
 )
@@ -90,8 +106,18 @@ def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> Non
     how.add_argument("--codec", help="compression of gradients; default: none")
     how.add_argument("--diagnose", type=int, default=0, metavar="STEPS", help="log the codec's error at this interval")
     how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")
+    split = parser.add_argument_group("pipeline")
+    split.add_argument(
+        "--pipeline", metavar="SCHEDULE", help='split the model over the workers: 1f1b, "gpipe(microbatches=8)", …'
+    )
+    split.add_argument(
+        "--stages",
+        metavar="N|NAMES|FILE",
+        help="a number, modules with which stages begin (blocks.2,head), or a partition (.json); default: as many as "
+        "workers. Further workers are replicas of the stages",
+    )
     what = parser.add_argument_group("training; defaults are the workload's")
-    what.add_argument("--batch", type=int, help="samples of each worker in a step")
+    what.add_argument("--batch", type=int, help="samples of each worker, or of each pipeline, in a step")
     what.add_argument("--global-batch", type=int, help="samples of all workers in a step, by micro-batches of --batch")
     what.add_argument("--epochs", type=int, help="times over the training data")
     what.add_argument("--steps", type=int, help="end after so many steps")
@@ -149,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
     workload = build(arguments.workload)
     settings = _settings(arguments, workload, placement.ranks)
     slow = tuple(parse_slow(text) for text in arguments.slow)
-    check_slow(slow, placement.ranks, arguments.pace)
+    check_slow(slow, placement.ranks, arguments.pace, settings.pipeline)
     folder, resume = _folder(arguments, workload)
     if resume is not False:
         _check_resumed(folder if resume is True else RunFolder(str(resume)), workload, settings)
@@ -252,12 +278,14 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
     from syncline.workloads import ScriptWorkload
 
     settings = Settings(**{name: getattr(arguments, name) for name in asdict(Settings())})
+    if settings.stages is not None and settings.stages.endswith(".json"):
+        settings = replace(settings, stages=os.path.abspath(settings.stages))
     settings.check()
     if settings.diagnose and build_codec(settings.codec) is None:
         raise IncompatibleError(
             f"--diagnose {settings.diagnose} logs the error of a codec: give --codec, or leave it out"
         )
-    build_strategy(settings.strategy)
+    strategy = build_strategy(settings.strategy)
     check_collective(settings.collective, build_codec(settings.codec))
     if settings.target is not None:
         workload.check_target(settings.target)
@@ -265,10 +293,14 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
         if isinstance(workload, ScriptWorkload):
             workload.check()
         samples = workload.splits().sizes()["train"]
-        if samples < workers:
+        if samples < settings.readers(workers):
             raise IncompatibleError(
                 f"{workload} has {samples} samples to train on, too few for {workers} workers; take fewer (-n)"
             )
+    if settings.pipeline is not None:
+        from syncline.training.pipeline_training import check_pipeline
+
+        check_pipeline(workload, settings, strategy, workers, data=not arguments.hosts)
     return settings
 
 
@@ -323,7 +355,7 @@ def _check_resumed(folder: RunFolder, workload: Workload, settings: Settings) ->
     for name in ("batch", "learning_rate"):
         now[name] = getattr(usual, name) if now[name] is None else now[name]
     rates = ["learning_rate", "scaling", "warmup", "decay"]
-    shaping = ["strategy", "codec", "collective", "batch", "global_batch", *rates, "seed"]
+    shaping = ["strategy", "codec", "collective", "pipeline", "stages", "batch", "global_batch", *rates, "seed"]
     if now["decay"] != "none":  # the decay depends on them
         rates += [name for name in ("epochs", "steps") if now[name] is not None]
     changed, refused = (

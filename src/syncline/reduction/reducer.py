@@ -148,6 +148,11 @@ class GradientReducer:
                 self.close()
                 raise
 
+    @property
+    def attached(self) -> bool:
+        """Whether backward passes are watched and reduced."""
+        return bool(self._hooks)
+
     def close(self) -> None:
         """Remove the hooks. Gradients stay as they are."""
         for hook in self._hooks.values():
@@ -359,7 +364,7 @@ class GradientReducer:
             index = partial_use[0]
             status = "idle" if not self.active else "has" if arrived[index] else "lacks"
             texts = self._gather_text(status)
-            users, others = ([r for r, text in enumerate(texts) if text == w] for w in ("has", "lacks"))
+            users, others = ([rank for rank, text in texts.items() if text == w] for w in ("has", "lacks"))
             more = f" (and {len(partial_use) - 1} more parameters)" if len(partial_use) > 1 else ""
             raise IncompatibleError(
                 f"{self.names[index]} got a gradient on ranks {users} but not on ranks {others}{more}: use the same "
@@ -399,20 +404,23 @@ class GradientReducer:
         """The error that names the parameters of all ranks. Every rank calls it."""
         more = len(names) - MAX_NAMED_PARAMETERS
         own = ", ".join(names[:MAX_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else "")
-        found = {rank: text for rank, text in enumerate(self._gather_text(own)) if text}
+        found = {rank: text for rank, text in self._gather_text(own).items() if text}
         who = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
         rank, text = next(iter(found.items()), (None, ""))
         parameter = text.split(",")[0].split(" and ")[0] or None
         message = f"NaN or Inf in the {self.policy.subject} of {who or 'some rank'}"
         return DivergedError(message, rank=rank, parameter=parameter, step=step)
 
-    def _gather_text(self, text: str) -> list[str]:
+    def _gather_text(self, text: str) -> dict[int, str]:
+        """The texts of all ranks, by their numbers in the world."""
+        ranks = self.communicator.group.ranks
         if self.communicator.size == 1:
-            return [text]
+            return {ranks[0]: text}
         data = text.encode()[:MAX_GATHERED_TEXT_BYTES].ljust(MAX_GATHERED_TEXT_BYTES, b"\0")
         row = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1)
         table = allgather(row, group=self.communicator.group)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+        texts = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table)
+        return dict(zip(ranks, texts, strict=True))
 
     def converted(self, index: int, tensor: Tensor) -> IncompatibleError:
         """The error for a parameter whose dtype or device has changed since `distribute`."""

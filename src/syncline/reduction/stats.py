@@ -96,10 +96,18 @@ class Stats:
                 self.codec_within_seconds += stop - start
         self.events.interval("sl_codec_seconds", start, stop, lane="codec", what=what)
 
-    def waited(self, start: float, stop: float) -> None:
-        """Count the time that this rank waited for reductions."""
+    def waited(self, start: float, stop: float, what: str = "waits for gradients") -> None:
+        """Count the time that this rank waited for reductions, or for other stages of a pipeline."""
         self.exposed_seconds += stop - start
-        self.events.interval("sl_comm_exposed_seconds", start, stop, lane="compute", what="waits for gradients")
+        self.events.interval("sl_comm_exposed_seconds", start, stop, lane="compute", what=what)
+
+    def forwarded(self, count: int) -> None:
+        """Count the bytes of activations and their gradients that this rank has sent to other stages of a pipeline."""
+        with self.lock:
+            self.bytes_logical += count
+            self.bytes_wire += count
+        self.events.count("sl_comm_bytes_logical", count)
+        self.events.count("sl_comm_bytes_wire", count)
 
     def read_at(self, staleness: int) -> None:
         """Count a read of weights that lack `staleness` steps of the other workers.

@@ -58,7 +58,8 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     *(Local, AdaComm, DiLoCo, EASGD, Gossip, OneSided, Average, Ensemble),
 )
 
-WHOLE_MODEL = "every worker holds the whole model here, and no strategy splits it."
+WHOLE_MODEL = "no strategy splits a model: sl.pipeline(…) splits it into stages, and nothing splits a layer."
+PIPELINE = 'a pipeline is no strategy: call sl.pipeline(…), or write parallel="pipeline(2) x allreduce".'
 OTHER_NAMES = {
     **dict.fromkeys(("ddp", "distributeddataparallel", "dataparallel", "dp", "horovod"), "allreduce"),
     **dict.fromkeys(("sync", "synchronous", "syncsgd", "synchronoussgd", "ssgd"), "allreduce;bsp"),
@@ -76,7 +77,8 @@ OTHER_NAMES = {
     "adpsgd": "gossip(pairwise=True)",
     **dict.fromkeys(("rma", "onesidedsgd"), "onesided"),
     **dict.fromkeys(("fsdp", "fullyshardeddataparallel", "zero", "zero1", "zero2", "zero3", "deepspeed"), WHOLE_MODEL),
-    **dict.fromkeys(("tensorparallel", "modelparallel", "pipeline", "pipelineparallel"), WHOLE_MODEL),
+    **dict.fromkeys(("tensorparallel", "modelparallel"), WHOLE_MODEL),
+    **dict.fromkeys(("pp", "pipeline", "pipelineparallel", "gpipe", "1f1b", "pipedream"), PIPELINE),
 }
 """Names from papers and other libraries, and the specs that an error message suggests for them."""
 

@@ -136,6 +136,10 @@ class _AllReduceRun(StrategyRun):
         self._gradients.weight = weight
         self._gradients.uneven = uneven
 
+    def reduce_gradients(self) -> None:
+        if self._gradients.attached:
+            self._after_backward(self._gradients.reduce_now())
+
     def join_idle(self) -> bool:
         reduction = self._gradients.join_idle()
         anybody = reduction.complete().active > 0

@@ -269,6 +269,9 @@ class StrategyRun(Run):
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Set the weight of this worker's next gradients in the mean, usually 1. `uneven`: others' may differ."""
 
+    def reduce_gradients(self) -> None:
+        """Do what the end of a backward pass does, with the gradients that there are. Pipelines call it once a step."""
+
     def join_idle(self) -> bool:
         """Take part in a step of the others without data. Returns whether any worker had data."""
         return False
@@ -456,6 +459,14 @@ class StrategyRun(Run):
             own, self._own = self._own, None
             for name, tensor in shown.items():
                 tensor.copy_(own[name])
+
+    def saving(self) -> AbstractContextManager[None]:
+        """A context in which a checkpoint reads `model` and `optimizer`. Every worker enters it."""
+        return self.agreed()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A context in which a checkpoint is loaded into `model` and `optimizer`."""
+        return nullcontext()
 
     def close(self) -> None:
         if self._closed:

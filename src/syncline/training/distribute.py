@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,7 +22,15 @@ from syncline.training.last_checkpoint import save_for_later
 from syncline.training.signals import leave_on_signals
 from syncline.world import World, current_world
 
-__all__ = ["distribute", "momentum_of"]
+__all__ = [
+    "check_model",
+    "check_optimizers",
+    "check_parameters",
+    "describe_model",
+    "describe_optimizer",
+    "distribute",
+    "momentum_of",
+]
 
 logger = logging.getLogger("syncline")
 
@@ -35,7 +43,7 @@ SHARED_SETTINGS = ("bucket_bytes", "check_finite", "seed", "diagnose", "find_unu
 def distribute(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    strategy: str | Strategy = "allreduce",
+    strategy: str | Strategy | None = None,
     codec: str | Codec | None = None,
     algorithm: str = "auto",
     bucket_bytes: int | None = None,
@@ -46,8 +54,11 @@ def distribute(
     find_unused_parameters: bool = False,
     on_resize: Callable[[int, int], None] | None = None,
     collective: str | None = None,
+    *,
+    parallel: str | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
 ) -> Run:
-    """Train `model` on all workers of the current world with a synchronisation strategy.
+    """Train `model` on all workers of the current world with a synchronisation strategy, by default "allreduce".
 
     Attaches hooks to the model and the optimizer, gives every worker rank 0's parameters and buffers, and refuses
     models that differ between the ranks. Every worker calls it. Gradients are final when `backward()` returns.
@@ -66,6 +77,9 @@ def distribute(
     mean over all workers, in which the others count as zeros; without it, `allreduce` raises an error.
     `on_resize(old, new)` is called on every worker when the number of workers of an elastic job has changed, for
     example to set the learning rate.
+    `parallel="pipeline(2) x allreduce"` splits the model into two stages, and synchronises the workers of each stage by
+    a strategy. The result is the `PipelineRun` of `sl.pipeline(model, optimizer, loss_fn, stages=2)`, which has
+    `run.step(x, y)`. The arguments of `pipeline(…)` are stages, schedule, microbatches and recompute.
 
     >>> import torch, syncline as sl
     >>> def train(world):
@@ -81,14 +95,28 @@ def distribute(
         warn_deprecated("collective= of distribute", "algorithm=")
         algorithm = collective
     _check_kinds(model, optimizer)
+    _check_options(bucket_bytes, schedulers, seed, diagnose)
+    if parallel is not None:
+        from syncline.training.parallel_spec import distribute_pipeline, read_parallel
+
+        stages, named = read_parallel(parallel)
+        if named is not None and strategy is not None:
+            raise SpecError(f"parallel={parallel!r} names a strategy, and so does strategy={strategy!r}: leave one out")
+        strategy = named or strategy
+        if stages is not None:
+            refused = {"diagnose": diagnose, "find_unused_parameters": find_unused_parameters, "on_resize": on_resize}
+            options: dict[str, Any] = {"algorithm": algorithm, "bucket_bytes": bucket_bytes, "seed": seed}
+            options |= {"check_finite": check_finite, "schedulers": schedulers}
+            return distribute_pipeline(
+                stages, model, optimizer, loss_fn, strategy or "allreduce", codec, refused, **options
+            )
     world = current_world()
     coder = build_codec(codec)
-    _check_options(bucket_bytes, schedulers, seed, diagnose)
-    built = build_strategy(strategy)
+    built = build_strategy(strategy or "allreduce")
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    _check_model(model, world)
-    _check_parameters(model, world.size)
-    _check_optimizers(model, optimizers, built)
+    check_model(model, world)
+    check_parameters(model, world.size)
+    check_optimizers(model, optimizers, built)
     settings = RunSettings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         check_finite=check_finite,
@@ -104,9 +132,9 @@ def distribute(
         built.check_codec(coder)
     _prepare_elastic(world, model, optimizers, built, coder)
     communicator = Communicator(world, algorithm, coder)
-    check_same(communicator, "models", _describe_model(model))
+    check_same(communicator, "models", describe_model(model))
     for each in optimizers:
-        check_same(communicator, "optimizers", _describe_optimizer(each))
+        check_same(communicator, "optimizers", describe_optimizer(each))
     chosen = {"strategy": repr(built), "collective": communicator.collective, "codec": repr(coder)}
     shared = {name: str(getattr(settings, name)) for name in SHARED_SETTINGS}
     check_same(communicator, "settings", {**chosen, **shared})
@@ -130,12 +158,12 @@ def _prepare_elastic(
         return
     kinds = ", ".join(type(each).__name__ for each in optimizers)  # rates may depend on the number of workers
     chosen = {"the strategy": repr(strategy), "the codec": repr(codec), "the optimizer": kinds}
-    world.elastic.compare_run(world, {**chosen, **_describe_model(model)})
+    world.elastic.compare_run(world, {**chosen, **describe_model(model)})
     world.elastic.save_for_later = lambda: save_for_later(world)
     leave_on_signals(world)
 
 
-def _check_model(model: nn.Module, world: World) -> None:
+def check_model(model: nn.Module, world: World) -> None:
     """Refuse a model that another run or a wrapper already synchronises."""
     if not any(True for _ in model.parameters()):
         raise IncompatibleError(f"the model ({type(model).__name__}) has no parameters to train")
@@ -152,7 +180,8 @@ def _check_model(model: nn.Module, world: World) -> None:
             )
 
 
-def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
+def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
+    """Refuse optimizers that the strategy cannot use, or with other parameters than the model's."""
     if len(optimizers) > 1 and not strategy.several_optimizers:
         raise IncompatibleError(
             f"{strategy!r} takes one optimizer, and there are {len(optimizers)}: give one with several parameter "
@@ -203,7 +232,8 @@ def _check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: in
         raise SpecError(f"schedulers=[…] is a list, not {type(schedulers).__name__}: write schedulers=[scheduler]")
 
 
-def _check_parameters(model: nn.Module, size: int) -> None:
+def check_parameters(model: nn.Module, size: int) -> None:
+    """Refuse parameters without values, or that workers could not exchange."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise IncompatibleError(
@@ -250,7 +280,9 @@ def momentum_of(optimizer: Optimizer) -> float:
     return max(found)
 
 
-def _describe_model(model: nn.Module) -> dict[str, str]:
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """Parameters and buffers, to compare between workers."""
+
     def kind(tensor: Any) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -261,7 +293,8 @@ def _describe_model(model: nn.Module) -> dict[str, str]:
     return parameters | {f"buffer {name}": kind(buffer) for name, buffer in model.named_buffers()}
 
 
-def _describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
+def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
+    """Class and options of an optimizer, to compare between workers."""
     description = {"class": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():

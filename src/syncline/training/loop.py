@@ -11,7 +11,7 @@
 
 | policy | steps | evaluation | decisions |
 |---|---|---|---|
-| `SynchronousPolicy` | the same on all workers | rank 0, between two steps | by collectives |
+| `SynchronousPolicy` | the same on all workers; also of pipelines | rank 0, between two steps | by collectives |
 | `AsynchronousPolicy` | each worker its own | an evaluator, meanwhile | by posts on the control channel |
 """
 
@@ -34,16 +34,18 @@ from torch.utils.data import DataLoader
 
 from syncline.checkpoint import load, save
 from syncline.checkpoint.participants import Participants
+from syncline.data import move
 from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.file_lock import FileLock
 from syncline.reduction import check_same
 from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute
+from syncline.training.pipeline_run import PipelineRun
 from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, duration
 from syncline.training.records import RunLogWriter, describe_run, summarize
 from syncline.training.run_folder import RunFolder, checkpoints_in
-from syncline.training.run_state import DATA, LoopState, Outcome, StopReason, TrainingClock, phases
-from syncline.training.settings import Settings, steps_per_epoch
+from syncline.training.run_state import DATA, PIPELINE_STEP, LoopState, Outcome, StopReason, TrainingClock, phases
+from syncline.training.settings import Settings
 from syncline.training.stragglers import ComputePacer, Slow, check_slow
 from syncline.training.system import describe_world
 from syncline.workloads.base import Workload, batches
@@ -91,6 +93,8 @@ def train(
     simulator, where computing takes no time, and a sleep on real workers. `slow` names workers that take a multiple of
     it. With `rehearsed` the kernels of a codec are compiled before the clock starts.
 
+    With `settings.pipeline` the model is split over the workers; each pipeline reads a batch of its own.
+
     If the strategy is asynchronous, each worker takes its own steps; see `syncline.training.asynchronous`.
     """
     from syncline.training.asynchronous import AsynchronousPolicy
@@ -98,7 +102,7 @@ def train(
 
     world = current_world() if world is None else world
     settings = (settings or Settings()).resolved(workload, world.size)
-    check_slow(slow, world.size, seconds_a_sample)
+    check_slow(slow, world.size, seconds_a_sample, settings.pipeline)
     place = None if folder is None else RunFolder(folder)
     source = _checkpoint_source(place, resume)
     with ExitStack() as stack:
@@ -111,7 +115,7 @@ def train(
         check_same(run.communicator, "data", description)  # hosts may have other files, or another Python's library
         trainer = Trainer(workload, settings, run, scheduler, place, stop)
         policy = (AsynchronousPolicy if run.asynchronous else SynchronousPolicy)(trainer)
-        trainer.predicted = run.predict() if predict else None
+        trainer.predicted = run.predict() if predict and isinstance(run, StrategyRun) else None
         if source is not None:
             trainer.load(source, needed=resume is not True)
             policy.after_load()
@@ -166,7 +170,7 @@ class Trainer:
         self,
         workload: Workload,
         settings: Settings,
-        run: StrategyRun,
+        run: StrategyRun | PipelineRun,
         scheduler: Schedule | None,
         folder: RunFolder | None,
         stop: Callable[[], bool] | None,
@@ -176,8 +180,9 @@ class Trainer:
         self.total = 0
         """Steps of the whole run."""
         self.state = LoopState()
-        self.length = workload.splits().sizes()["train"]
+        self.length = settings.samples_per_epoch(workload, self.world.size)
         self.batch = settings.samples_per_step(self.world.size)
+        self.readers = settings.readers(self.world.size)
         self.reader = _reader(run, workload, settings)
         self.events, self.now = self.world.events, self.world.runtime.now
         self.clock, self.speeds = TrainingClock(self.now), SpeedMeter()
@@ -249,25 +254,35 @@ class Trainer:
 
     def _step(self, batch: Any) -> None:
         """Forward, backward and update."""
+        if isinstance(self.attached, PipelineRun):
+            with self.events.span(PIPELINE_STEP, lane="compute", what="step of the pipeline"):
+                self.loss = self.attached.step(*batch)
+            if self.attached.loss_is_late and self.state.step == self.first_step:
+                self.loss = None  # there is no step before
+        else:
+            self.loss = self._step_here(batch, self.attached)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _step_here(self, batch: Any, run: StrategyRun) -> Tensor:
+        """A step with the whole model on this worker. Returns the loss of the last micro-batch."""
         span = self.events.span
-        self.attached.optimizer.zero_grad()
+        run.optimizer.zero_grad()
         parts: list[Tensor] = []
         for micro in batch if isinstance(batch, Step) else (batch,):
             with span("sl_forward_seconds", lane="compute", what="forward"):
-                loss = self.workload.loss(self.attached.replica, micro)
+                loss = self.workload.loss(run.replica, micro)
                 if self.pacer is not None:
                     self.pacer.forward(len(micro[0]))
             with span("sl_backward_seconds", lane="compute", what="backward"):
                 part = batch.part(loss) if isinstance(batch, Step) else loss
                 part.backward()  # type: ignore[no-untyped-call]
             parts.append(part.detach())
-        if self.attached.wants_loss:
-            self.attached.note_loss(sum(parts[1:], parts[0]))
+        if run.wants_loss:
+            run.note_loss(sum(parts[1:], parts[0]))
         with span("sl_update_seconds", lane="compute", what="update"):
-            self.attached.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
-        self.loss = loss.detach()
+            run.optimizer.step()
+        return loss.detach()
 
     def _count_step(self) -> int:
         """Count a step. Returns its samples on all ranks."""
@@ -463,7 +478,7 @@ class Trainer:
             self.pacer.close()
 
 
-def _reader(run: StrategyRun, workload: Workload, settings: Settings) -> Shard | Steps:
+def _reader(run: StrategyRun | PipelineRun, workload: Workload, settings: Settings) -> Shard | Steps:
     loader: DataLoader[Any] = DataLoader(workload.splits().train, batch_size=settings.batch, shuffle=True)
     if settings.global_batch is None:
         return run.shard(loader, seed=settings.seed)
@@ -472,26 +487,27 @@ def _reader(run: StrategyRun, workload: Workload, settings: Settings) -> Shard |
 
 def _distributed(
     workload: Workload, settings: Settings, strategy: Strategy | None, world: World
-) -> tuple[StrategyRun, Schedule | None]:
+) -> tuple[StrategyRun | PipelineRun, Schedule | None]:
     """The model, its optimizer and its schedule, attached to the strategy."""
     _seed_everything(settings.seed, world.rank)
     model = workload.model(settings.seed).to(world.device)
     optimizer = settings.optimizer(workload, model, world.size)
-    steps = steps_per_epoch(workload, settings.samples_per_step(world.size))
+    steps = settings.steps_per_epoch(workload, world.size)
     total = min(steps * cast(int, settings.epochs), settings.steps or sys.maxsize)
     scheduler = settings.schedule(optimizer, world.size, epoch_steps=steps, total_steps=total)
-    run = distribute(
-        model,
-        optimizer,
-        strategy=strategy or settings.strategy,
-        codec=settings.codec,
-        algorithm=settings.collective,
-        check_finite=settings.check_finite,
-        schedulers=() if scheduler is None else (scheduler,),
-        seed=settings.seed,
-        diagnose=settings.diagnose,
-    )
-    return strategy_run(run), scheduler
+    options: dict[str, Any] = {
+        "strategy": strategy or settings.strategy,
+        "codec": settings.codec,
+        "algorithm": settings.collective,
+        "check_finite": settings.check_finite,
+        "schedulers": () if scheduler is None else (scheduler,),
+        "seed": settings.seed,
+    }
+    if settings.pipeline is not None:
+        from syncline.training.pipeline_training import start_pipeline
+
+        return start_pipeline(workload, settings, model, optimizer, options, world), scheduler
+    return strategy_run(distribute(model, optimizer, diagnose=settings.diagnose, **options)), scheduler
 
 
 def _compile_codec(workload: Workload, settings: Settings, strategy: Strategy | None, world: World) -> None:
@@ -506,6 +522,9 @@ def _compile_codec(workload: Workload, settings: Settings, strategy: Strategy | 
     with run:
         batch = next(batches(workload.splits().train, settings.batch or 1))
         for _ in range(WARM_UP_STEPS):
+            if isinstance(run, PipelineRun):
+                run.step(*move(batch, world.device))
+                continue
             run.optimizer.zero_grad()
             workload.loss(run.replica, batch).backward()  # type: ignore[no-untyped-call]
             run.optimizer.step()

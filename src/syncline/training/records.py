@@ -19,6 +19,7 @@ from syncline.checkpoint.files import list_checkpoints
 from syncline.events import ChromeTrace, Recorder, RunEvent, RunLog, TensorBoardSink
 from syncline.reduction import Stats
 from syncline.strategies import StrategyRun
+from syncline.training.pipeline_run import PipelineRun
 from syncline.training.progress import ProgressReport
 from syncline.training.run_folder import RunFolder
 from syncline.training.run_state import Outcome
@@ -93,6 +94,10 @@ class RunLogWriter(Recorder):
             "sl_evaluate_every": settings.evaluate_every,
             "sl_evaluations_after": settings.evaluations_after,
         }
+        if "pipeline" in config:
+            points["sl_pipeline"] = {
+                key: config["pipeline"][key] for key in ("schedule", "micro_batches", "replicas", "cuts")
+            }
         if asynchronous:
             points["sl_loose"] = True  # the key's old name for asynchronous
         if steps_before:
@@ -155,7 +160,7 @@ class RunLogWriter(Recorder):
 
 
 def describe_run(
-    workload: Workload, settings: Settings, run: StrategyRun, predicted: Mapping[str, float] | None
+    workload: Workload, settings: Settings, run: StrategyRun | PipelineRun, predicted: Mapping[str, float] | None
 ) -> dict[str, Any]:
     """The content of config.json: the settings, and what `auto` has chosen."""
     workers = run.world.size

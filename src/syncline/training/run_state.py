@@ -9,11 +9,23 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from syncline.reduction import Stats
 
-__all__ = ["AGREEING", "DATA", "EVALUATION", "PHASES", "LoopState", "Outcome", "StopReason", "TrainingClock", "phases"]
+__all__ = [
+    "AGREEING",
+    "DATA",
+    "EVALUATION",
+    "PHASES",
+    "PIPELINE_STEP",
+    "LoopState",
+    "Outcome",
+    "StopReason",
+    "TrainingClock",
+    "phases",
+]
 
 PHASES = ("compute", "exposed", "codec", "data", "evaluation", "checkpoint", "agreeing")
 
 FORWARD, BACKWARD, UPDATE = "sl_forward_seconds", "sl_backward_seconds", "sl_update_seconds"
+PIPELINE_STEP = "sl_pipeline_step_seconds"
 DATA = "sl_data_wait_seconds"
 EVALUATION = "sl_evaluation_seconds"
 CHECKPOINT = "sl_checkpoint_seconds"
@@ -140,7 +152,7 @@ def phases(totals: Mapping[str, float], stats: Stats) -> dict[str, float]:
 
     ```text
     compute      forward, backward and update, without waiting and encoding inside them
-    exposed      communication that did not overlap with compute
+    exposed      communication that did not overlap with compute; in a pipeline also waiting for other stages
     codec        encoding and decoding that delayed this rank; work that overlapped with backward is not in it
     data         waiting for the next batch
     evaluation   with the wait for rank 0's result
@@ -159,7 +171,7 @@ def phases(totals: Mapping[str, float], stats: Stats) -> dict[str, float]:
     """
     waited = stats.exposed_seconds
     codec = stats.codec_before_seconds + stats.codec_within_seconds
-    inside = sum(totals.get(key, 0.0) for key in (FORWARD, BACKWARD, UPDATE))
+    inside = sum(totals.get(key, 0.0) for key in (FORWARD, BACKWARD, UPDATE, PIPELINE_STEP))
     return {
         "compute": inside - waited - stats.codec_before_seconds,
         "exposed": waited - stats.codec_within_seconds,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncline.errors import SpecError
+from syncline.errors import IncompatibleError, SpecError
 from syncline.lr_scaling import scale_factor
 from syncline.specs import nearest
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from syncline.parallel.placement import PipelinePlacement
     from syncline.training.loop import Schedule
     from syncline.workloads.base import Workload
 
-__all__ = ["DECAYS", "Settings", "steps_per_epoch"]
+__all__ = ["DECAYS", "Settings"]
 
 DECAYS = ("none", "cosine")
 
@@ -34,10 +35,15 @@ class Settings:
     strategy: str = "allreduce"
     codec: str | None = None
     collective: str = "auto"
+    pipeline: str | None = None
+    """The schedule of a pipeline, such as "1f1b(microbatches=8)"; None: every worker has the whole model."""
+    stages: str | None = None
+    """A number of stages, the modules with which stages 1, 2, … begin, as "blocks.2,head", or the file of a partition.
+    None: as many stages as the workers can have."""
     diagnose: int = 0
     """Steps between two log entries about the codec's error in each layer; 0: never."""
     batch: int | None = None
-    """Samples of each worker in a step. With `global_batch`: the largest micro-batch."""
+    """Samples of each worker in a step, or of each pipeline. With `global_batch`: the largest micro-batch."""
     global_batch: int | None = None
     """Samples of all workers in a step, for any number of workers (strong scaling). None: `batch` times the workers."""
     epochs: int | None = None
@@ -75,7 +81,7 @@ class Settings:
         rate = defaults.learning_rate if self.learning_rate is None else self.learning_rate
         epochs = defaults.epochs if self.epochs is None else self.epochs
         if self.epochs is None and self.steps is not None:
-            epochs = -(-self.steps // steps_per_epoch(workload, self.global_batch or batch * workers))
+            epochs = -(-self.steps // replace(self, batch=batch).steps_per_epoch(workload, workers))
         return replace(self, batch=batch, epochs=epochs, learning_rate=rate)
 
     def check(self) -> None:
@@ -94,20 +100,68 @@ class Settings:
             raise SpecError(f"unknown decay {self.decay!r}; {nearest(self.decay, list(DECAYS))}")
         if not 0 <= self.seed < 2**63:
             raise SpecError(f"seed {self.seed}: a whole number from 0 to 2⁶³ − 1")
+        self._check_pipeline()
         rate = self.learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise SpecError(f"lr {rate}: a finite number above 0")
         scale_factor(self.scaling, workers=1)  # refuses an unknown rule
 
+    def _check_pipeline(self) -> None:
+        if self.pipeline is None:
+            if self.stages is not None:
+                raise SpecError(
+                    f"stages {self.stages}: there is no pipeline to divide; add --pipeline 1f1b, or leave it out"
+                )
+            return
+        for name, why in (
+            ("global_batch", "divides a batch for accumulation, and a pipeline divides it itself: write batch instead"),
+            ("diagnose", "logs the codec's error on rank 0, which has only a part of the model: leave it out"),
+        ):
+            if getattr(self, name):
+                raise IncompatibleError(f"{name.replace('_', '-')} {getattr(self, name)} {why}")
+
+    def placement(self, workers: int) -> PipelinePlacement | None:
+        """The schedule of the pipeline, and the workers of each of its ranks; None without a pipeline."""
+        if self.pipeline is None:
+            return None
+        from syncline.parallel.placement import PipelinePlacement
+        from syncline.parallel.schedules import build_schedule
+        from syncline.training.pipeline_stages import AUTO, parse_stages, planned_replicas
+
+        schedule = build_schedule(self.pipeline)
+        return PipelinePlacement(schedule, planned_replicas(parse_stages(self.stages or AUTO), schedule, workers))
+
+    def readers(self, workers: int) -> int:
+        """How many of the workers read data of their own. With a pipeline: those of the first stage."""
+        placement = self.placement(workers)
+        return workers if placement is None else placement.replicas[0]
+
     def samples_per_step(self, workers: int) -> int:
         """Samples of all workers together in a step."""
         assert self.batch is not None, "settings are resolved before they are used"
-        return self.global_batch or self.batch * workers
+        return self.global_batch or self.batch * self.readers(workers)
+
+    def samples_per_epoch(self, workload: Workload, workers: int) -> int:
+        """Samples of an epoch, without a short last batch where a pipeline needs whole ones."""
+        samples, batch = workload.splits().sizes()["train"], self.samples_per_step(workers)
+        placement = self.placement(workers)
+        if placement is None or not placement.whole_batches:
+            return samples
+        if samples < batch:
+            raise IncompatibleError(
+                f"{workload} has {samples} samples to train on, and {placement.schedule!r} with {placement.replicas} "
+                f"workers per stage needs whole batches, of {batch} here: take a smaller batch"
+            )
+        return samples - samples % batch
+
+    def steps_per_epoch(self, workload: Workload, workers: int) -> int:
+        """Steps of an epoch; the last one may be short."""
+        return -(-self.samples_per_epoch(workload, workers) // self.samples_per_step(workers))
 
     def rate(self, workers: int) -> float:
         """The learning rate for this number of workers."""
         assert self.learning_rate is not None, "settings are resolved before they are used"
-        return self.learning_rate * scale_factor(self.scaling, workers)
+        return self.learning_rate * scale_factor(self.scaling, self.readers(workers))
 
     def optimizer(self, workload: Workload, model: nn.Module, workers: int) -> Optimizer:
         """The workload's optimizer, with the rate for this number of workers and the momentum of these settings."""
@@ -130,13 +184,9 @@ class Settings:
         steps = round(self.warmup * epoch_steps)
         if steps:
             # An unscaled rate starts from a tenth of itself.
-            scaled = self.scaling != "none" and workers > 1
-            parts.append(warmup(optimizer, steps, self.scaling if scaled else 0.1, workers=workers))
+            readers = self.readers(workers)
+            scaled = self.scaling != "none" and readers > 1
+            parts.append(warmup(optimizer, steps, self.scaling if scaled else 0.1, workers=readers))
         if self.decay == "cosine":
             parts.append(cosine_decay(optimizer, total_steps))
         return ChainedScheduler(parts, optimizer=optimizer) if len(parts) > 1 else parts[0] if parts else None
-
-
-def steps_per_epoch(workload: Workload, samples_per_step: int) -> int:
-    """Steps of an epoch; the last one may be short."""
-    return -(-workload.splits().sizes()["train"] // samples_per_step)

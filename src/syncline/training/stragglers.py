@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from torch import Tensor, nn
 
-from syncline.errors import SpecError
+from syncline.errors import IncompatibleError, SpecError
 from syncline.specs import nearest
 from syncline.transports.faults import Slow, slowness
 from syncline.world import World
@@ -50,8 +50,13 @@ def parse_slow(text: str) -> Slow:
     return Slow(int(found.pop("rank")), **found)
 
 
-def check_slow(slow: Sequence[Slow], workers: int, seconds_a_sample: float | None) -> None:
+def check_slow(slow: Sequence[Slow], workers: int, seconds_a_sample: float | None, pipeline: str | None = None) -> None:
     """Refuse a slowness that has no effect."""
+    if pipeline is not None and seconds_a_sample is not None:
+        raise IncompatibleError(
+            f"{seconds_a_sample} seconds a sample (--pace) are the time of the whole model, and each worker of a "
+            "pipeline computes a part of it: leave it out"
+        )
     if seconds_a_sample is not None and not 0 <= seconds_a_sample < math.inf:
         raise SpecError(f"{seconds_a_sample} seconds a sample: a number from 0 on")
     if slow and not seconds_a_sample:

@@ -55,9 +55,9 @@ class SynchronousPolicy(SyncPolicy):
 
     def between_steps(self, samples: int) -> StopReason | None:
         # In a short last step a rank may have no data and not call this. Then all act together after the epoch.
-        if samples < self.world.size:
-            return None
         trainer = self.trainer
+        if samples < trainer.readers:
+            return None
         if self.state.step >= trainer.total:
             return "steps"
         if self.settings.evaluate_every is not None and self._evaluation_due():

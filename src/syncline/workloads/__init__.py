@@ -27,14 +27,18 @@ from syncline.workloads.digits import Digits
 from syncline.workloads.fashion import Fashion
 from syncline.workloads.script import ScriptWorkload
 from syncline.workloads.stdlib import Stdlib
+from syncline.workloads.transformer import TransformerLM
+from syncline.workloads.vgg import VGG
 
 __all__ = [
+    "VGG",
     "Digits",
     "Fashion",
     "LogisticRegression",
     "Regression",
     "ScriptWorkload",
     "Stdlib",
+    "TransformerLM",
     "Workload",
     "build",
     "names",
@@ -45,11 +49,13 @@ OTHER_NAMES = {
     **dict.fromkeys(("fashionmnist", "fmnist"), "fashion"),
     **dict.fromkeys(("linear", "linearregression", "leastsquares"), "regression"),
     "logisticregression": "logistic",
-    **dict.fromkeys(("transformer", "gpt", "charlm", "language", "text"), "stdlib"),
+    **dict.fromkeys(("gpt", "decoder", "language", "languagemodel", "text"), "stdlib;transformer"),
+    **dict.fromkeys(("charlm", "rnn", "gru"), "stdlib"),
+    **dict.fromkeys(("vgg11", "vgg16", "alexnet", "cnn"), "vgg"),
 }
 """Other names of workloads, and our names for them."""
 REGISTRY = Registry[Workload]("workload", OTHER_NAMES)
-for _kind in (Digits, Fashion, LogisticRegression, Regression, Stdlib):
+for _kind in (Digits, Fashion, LogisticRegression, Regression, Stdlib, TransformerLM, VGG):
     REGISTRY.add(_kind.name, _kind)
 
 
@@ -78,7 +84,7 @@ def names() -> list[str]:
     """The names of all workloads.
 
     >>> names()
-    ['digits', 'fashion', 'logistic', 'regression', 'stdlib']
+    ['digits', 'fashion', 'logistic', 'regression', 'stdlib', 'transformer', 'vgg']
     """
     return REGISTRY.names()
 

@@ -4,10 +4,12 @@
         ├─ model(seed)                                      the same weights for the same seed
         ├─ optimizer(model, learning_rate)
         ├─ loss(model, batch)                               mean over the batch
+        │    └─ output_loss(outputs, targets)               the same from the model's output
         └─ evaluate(model, dataset)                         {"loss": …, metric: …}
 
-An author writes `defaults`, `model`, `make_splits` and `loss`, and may override `measures`, `optimizer`, `evaluate` and
-`describe`. Nothing here knows of ranks: `data` splits the samples, and a strategy synchronises the workers.
+An author writes `defaults`, `model`, `make_splits` and `output_loss`, and may override `measures`, `optimizer`,
+`evaluate` and `describe`. A loss that needs more than the model's output overrides `loss` instead. Nothing here knows
+of ranks: `data` splits the samples, and a strategy synchronises the workers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from syncline.errors import SpecError
+from syncline.errors import IncompatibleError, SpecError
 from syncline.specs import Spec, nearest
 
 __all__ = [
@@ -149,9 +151,17 @@ class Workload(ABC):
     def make_splits(self) -> Splits:
         """Read or generate the data: the same on every rank and in every call."""
 
-    @abstractmethod
+    def output_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss over a batch, given the model's output. The last stage of a pipeline has no more than that."""
+        raise IncompatibleError(
+            f"{self} has no output_loss(outputs, targets), the loss given the model's output, which is all that the "
+            "last stage of a pipeline has: define it, or train without a pipeline"
+        )
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss over a batch, for `backward()`."""
+        inputs, targets = on_device_of(model, batch)
+        return self.output_loss(model(inputs), targets)
 
     def splits(self) -> Splits:
         """The data; made at the first call."""

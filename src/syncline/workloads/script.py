@@ -4,9 +4,10 @@
     def data(): …                     train, validation, test
     def loss(model, batch): …         the mean over a batch of (inputs, targets)
 
-    def metric(model, batch): …       optional: a number, or a dict of them; without it the loss counts
-    def optimizer(model, learning_rate): …                               optional: SGD with momentum 0.9
-    METRIC, HIGHER_IS_BETTER, METRIC_RANGE, TARGET, BATCH, EPOCHS, LEARNING_RATE                optional
+    def metric(model, batch): …               optional: a number, or a dict of them; without it the loss counts
+    def output_loss(outputs, targets): …      optional: the loss, given model(inputs); pipelines need it
+    def optimizer(model, learning_rate): …    optional: SGD with momentum 0.9
+    METRIC, HIGHER_IS_BETTER, METRIC_RANGE, TARGET, BATCH, EPOCHS, LEARNING_RATE     optional
 
 `template.py` is an example, which `syncline new` copies.
 """
@@ -103,6 +104,12 @@ class ScriptWorkload(Workload):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The script's loss; the batch is on the model's device."""
         found: Tensor = self.script.module.loss(model, _moved(model, batch))
+        return found
+
+    def output_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The script's loss, given the model's output."""
+        own = self.script.get("output_loss")
+        found: Tensor = super().output_loss(outputs, targets) if own is None else own(outputs, targets)
         return found
 
     def measures(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -361,6 +368,20 @@ def _try_loss(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
     if wrong:
         raise SpecError(f"{where} gives {wrong[0]} a gradient with NaN or Inf on the first samples; look at the loss")
     _check_mean(workload, model, batch)
+    if script.get("output_loss") is not None:
+        _check_output_loss(workload, model, batch)
+
+
+def _check_output_loss(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
+    """Refuse an `output_loss` that is another function than the loss."""
+    inputs, targets = _moved(model, batch)
+    with evaluating(model), torch.no_grad(), workload.script.errors_at("output_loss(model(inputs), targets)"):
+        whole, parts = float(workload.loss(model, batch)), float(workload.output_loss(model(inputs), targets))
+    if not math.isclose(whole, parts, rel_tol=1e-4, abs_tol=1e-6):
+        raise SpecError(
+            f"{workload.script.shown}: output_loss(model(inputs), targets) is {parts:.6g}, and {LOSS} is {whole:.6g}: "
+            "they must be the same function"
+        )
 
 
 def _check_mean(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:

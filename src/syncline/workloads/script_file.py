@@ -51,6 +51,7 @@ FUNCTIONS = (
     ScriptFunction("data"),
     ScriptFunction("loss", ("model", "batch")),
     ScriptFunction("metric", ("model", "batch"), required=False),
+    ScriptFunction("output_loss", ("outputs", "targets"), required=False),
     ScriptFunction("optimizer", ("model", "learning_rate"), required=False),
 )
 CONSTANTS = ("METRIC", "HIGHER_IS_BETTER", "METRIC_RANGE", "TARGET", "BATCH", "EPOCHS", "LEARNING_RATE")

@@ -26,42 +26,23 @@ from syncline.workloads.base import (
     Workload,
     check_choice,
     check_whole,
-    on_device_of,
     seeded,
 )
 
-__all__ = ["Stdlib"]
+__all__ = ["ByteModel", "Stdlib", "Transformer"]
 
 
-class Stdlib(Workload):
-    """Predict the next byte. A uniform guess has 8 bits per byte.
+class ByteModel(Workload):
+    """The base of workloads that predict the next byte. A uniform guess has 8 bits per byte."""
 
-    >>> Stdlib(model="rnn")
-    stdlib(model='rnn')
-    """
-
-    name = "stdlib"
     metric = "bits_per_byte"
     higher_is_better = False
     metric_range = (0.0, 8.0)
 
-    def __init__(self, model: str = "transformer", bytes: int = 1_000_000, length: int = 128) -> None:
-        self.architecture = check_choice(self.name, "model", model, ["transformer", "rnn"])
+    def __init__(self, *, bytes: int, length: int, **arguments: Any) -> None:
         self.size = check_whole(self.name, "bytes", bytes, 100_000, 100_000_000)
         self.length = check_whole(self.name, "length", length, 8, 4096)
-        super().__init__(model=model, bytes=bytes, length=length)
-
-    @property
-    def defaults(self) -> Defaults:
-        """AdamW at a constant rate."""
-        if self.architecture == "rnn":
-            return Defaults(batch=16, epochs=2, learning_rate=5e-3, optimizer="adamw", weight_decay=0.01, target=2.4)
-        return Defaults(batch=8, epochs=2, learning_rate=2e-3, optimizer="adamw", weight_decay=0.01, target=2.7)
-
-    def model(self, seed: int = 0) -> nn.Module:
-        """Two layers of width 64, or one GRU of width 128."""
-        with seeded(seed):
-            return Transformer(self.length) if self.architecture == "transformer" else GRULanguageModel()
+        super().__init__(bytes=bytes, length=length, **arguments)
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -77,10 +58,9 @@ class Stdlib(Workload):
             )
         return Splits(*(Windows(text, self.length) for text in texts))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def output_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of a byte, in nats."""
-        inputs, targets = on_device_of(model, batch)
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def measures(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The loss in nats, and in bits."""
@@ -91,6 +71,32 @@ class Stdlib(Workload):
         """Adds the corpus, because other Python versions have other files."""
         corpus, python = self.corpus, platform.python_version()
         return {**super().describe(), "sha256": corpus.sha256, "files": corpus.files, "python": python}
+
+
+class Stdlib(ByteModel):
+    """A small transformer or a GRU.
+
+    >>> Stdlib(model="rnn")
+    stdlib(model='rnn')
+    """
+
+    name = "stdlib"
+
+    def __init__(self, model: str = "transformer", bytes: int = 1_000_000, length: int = 128) -> None:
+        self.architecture = check_choice(self.name, "model", model, ["transformer", "rnn"])
+        super().__init__(model=model, bytes=bytes, length=length)
+
+    @property
+    def defaults(self) -> Defaults:
+        """AdamW at a constant rate."""
+        if self.architecture == "rnn":
+            return Defaults(batch=16, epochs=2, learning_rate=5e-3, optimizer="adamw", weight_decay=0.01, target=2.4)
+        return Defaults(batch=8, epochs=2, learning_rate=2e-3, optimizer="adamw", weight_decay=0.01, target=2.7)
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """Two layers of width 64, or one GRU of width 128."""
+        with seeded(seed):
+            return Transformer(self.length) if self.architecture == "transformer" else GRULanguageModel()
 
 
 class Windows(Dataset[Batch]):
@@ -212,9 +218,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder over bytes with learned positions: (batch, position) to (batch, position, 256)."""
+    """A decoder over bytes with learned positions: (batch, position) to (batch, position, 256).
 
-    def __init__(self, length: int, width: int = 64, heads: int = 4, layers: int = 2) -> None:
+    With `tied` the embedding is also the weight of the head.
+    """
+
+    def __init__(self, length: int, width: int = 64, heads: int = 4, layers: int = 2, tied: bool = False) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
@@ -222,6 +231,8 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
         nn.init.normal_(self.bytes.weight, std=0.02)
+        if tied:
+            self.head.weight = self.bytes.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the next byte."""

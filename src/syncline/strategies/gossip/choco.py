@@ -182,9 +182,11 @@ class Choco:
         self._number = number
         change = layout.flat(weights).sub_(self.estimate).float()
         if not all_finite(change):
+            world_rank = neighbours.channel.members[rank]
             raise DivergedError(
-                f"the weights of rank {rank} are not finite in round {number}, and {self._codec!r} cannot carry them",
-                rank=rank,
+                f"the weights of rank {world_rank} are not finite in round {number}, and {self._codec!r} cannot carry "
+                "them",
+                rank=world_rank,
             )
         sizes = [layout.max_bytes(part, number) for part in layout.parts]
         self._receiving = {

@@ -305,7 +305,7 @@ class GossipRun(LocalWeightsRun):
 
     def _check_weights(self) -> None:
         """Raise if an optimizer has made NaN or Inf of finite gradients."""
-        rank, steps = self.communicator.rank, self.stats.steps
+        rank, steps = self.world.rank, self.stats.steps
         for name, weight in self._names.items():
             if not bool(torch.isfinite(weight.detach()).all()):
                 raise DivergedError(f"NaN or Inf in {name} on rank {rank}", rank=rank, parameter=name, step=steps)

@@ -1,0 +1,304 @@
+"""Values and gradients between pipeline ranks: each is one message of a length that both sides know in advance.
+
+```text
+┌──────────────────── 128 bytes ─────────────────────┬───────────────┐
+│ magic, version, kind, dtype, flags, step, shape, … │ body …        │   first frame
+└────────────────────────────────────────────────────┴───────────────┘
+                                       ┌───────────────────────────┐
+                                       │ the rest of a longer body │   only if it is longer than last time
+                                       └───────────────────────────┘
+```
+
+A receive can be posted before the sender has computed, because both sides know the length of the first frame: it is
+that of the latest message of the same place (value, peer and micro-batch). So the shape may change at any time. If the
+body is shorter than last time, the frame is padded; if it is longer, its rest follows in a second frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError
+from syncline.transports import Handle, Transport
+from syncline.wire import WireHeader
+
+__all__ = ["HEADER_BYTES", "Boundary", "Place"]
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+"""The dtype of each code on the wire. New ones are added at the end."""
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+MAX_DIMENSIONS = 8
+HEADER = WireHeader(b"SLPV", version=1, fields=f"BBBB3Q{MAX_DIMENSIONS}Q", padding=27)
+HEADER_BYTES = HEADER.nbytes
+"""A multiple of 64, so that the body behind it is aligned."""
+MAX_BODY_BYTES = 1 << 36
+MAX_FREE_BYTES = 1 << 28
+"""Bytes of frames that are kept for later messages."""
+SLOTS = 1 << 10
+"""Micro-batches whose messages have different tags. Messages of one tag arrive in order."""
+NOTHING = torch.Size((0,))
+"""The shape of a body without elements."""
+NEEDS_GRADIENT, EMPTY, CHANNELS_LAST = 1, 2, 4
+"""Flags: the sender waits for the value's gradient; there is no tensor (a gradient that is None); the memory format."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a message carries: the number of a value or of a gradient, and its micro-batch."""
+
+    number: int
+    micro_batch: int
+    text: str
+    """For messages to users, such as "the output layer1 of stage 0 for micro-batch 3"."""
+
+    @cached_property
+    def tag(self) -> int:
+        """The tag of its messages."""
+        return self.number * SLOTS + self.micro_batch % SLOTS
+
+
+@dataclass
+class _Receive:
+    frame: Tensor
+    handle: Handle
+
+
+FrameKey = tuple[int, torch.dtype, torch.Size, int]
+
+
+@dataclass
+class _Frame:
+    """A first frame, with views of its header and of a body of one shape."""
+
+    key: FrameKey
+    buffer: Tensor
+    header: memoryview
+    body: Tensor
+
+
+@dataclass
+class _Send:
+    place: Place
+    handles: list[Handle]
+    frame: _Frame
+
+
+class Boundary:
+    """Sends and receives the values of one pipeline rank."""
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport = transport
+        self._device = device
+        self._frame_bytes: dict[tuple[bool, int, int], int] = {}
+        """By direction, peer and tag: the bytes of the latest message with its header."""
+        self._posted: dict[tuple[int, int], _Receive] = {}
+        self._sending: dict[tuple[int, int], _Send] = {}
+        self._texts: dict[int, str] = {}
+        """By tag: the latest message that was awaited."""
+        transport.name_message = lambda tag: self._texts.get(tag, f"tag {tag}")
+        self._frames: dict[FrameKey, list[_Frame]] = {}
+        """Frames that are free."""
+        self._free_bytes = 0
+        self.sent_bytes = 0
+        self.on_wait: Callable[[float, float], None] = lambda start, stop: None
+        """Called after a message was received, with the seconds of the runtime's clock before and after."""
+
+    def send(self, tensor: Tensor | None, to: int, place: Place, step: int) -> None:
+        """Send a value or a gradient; None is a gradient that does not exist. The tensor may change afterwards."""
+        flags, code, shape = EMPTY, 0, torch.Size()
+        if tensor is not None:
+            flags, code, shape = _flags(tensor), _code(tensor, place), tensor.shape
+        nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        key = (True, to, place.tag)
+        length = self._frame_bytes.get(key, HEADER_BYTES)
+        whole = nbytes <= length - HEADER_BYTES
+        frame = self._take_frame(length, DTYPES[code], shape if whole and nbytes else NOTHING, flags)
+        dimensions = [*shape, *[0] * (MAX_DIMENSIONS - len(shape))]
+        frame.header[:] = HEADER.pack(code, flags, len(shape), 0, step, place.micro_batch, nbytes, *dimensions)
+        buffers = [frame.buffer]
+        if tensor is not None and nbytes:
+            body = _as_sent(tensor.detach(), flags)
+            if whole:
+                frame.body.copy_(body)
+            else:
+                space = length - HEADER_BYTES
+                flat = body.contiguous().view(-1).to("cpu", copy=True).view(torch.uint8)
+                frame.buffer[HEADER_BYTES:] = flat[:space]
+                buffers.append(flat[space:].clone() if space else flat)
+        self._frame_bytes[key] = HEADER_BYTES + nbytes
+        with _Naming(self._transport, to, place):
+            handles = [self._transport.send(buffer, to, place.tag, exact=True) for buffer in buffers]
+        self.wait_sent(to, place)  # of an earlier step: complete by now
+        self._sending[to, place.tag] = _Send(place, handles, frame)
+        self.sent_bytes += sum(each.numel() for each in buffers)
+
+    def _take_frame(self, length: int, dtype: torch.dtype, shape: torch.Size, flags: int) -> _Frame:
+        """A frame that is not being sent. Frames are reused: a fresh one would take longer than to copy the body."""
+        key = (length, dtype, shape, flags & CHANNELS_LAST)
+        free = self._frames.get(key)
+        if free:
+            self._free_bytes -= length
+            return free.pop()
+        buffer = torch.empty(length, dtype=torch.uint8)
+        nbytes = math.prod(shape) * dtype.itemsize
+        body = _as_sent_shape(buffer[HEADER_BYTES : HEADER_BYTES + nbytes].view(dtype), shape, flags)
+        return _Frame(key, buffer, buffer.numpy().data[:HEADER_BYTES], body)
+
+    def _give_frame(self, frame: _Frame) -> None:
+        """Keep a frame that was sent. If too many bytes are kept, they are released first."""
+        length = frame.buffer.numel()
+        if self._free_bytes + length > MAX_FREE_BYTES:
+            self._frames.clear()
+            self._free_bytes = 0
+        if length <= MAX_FREE_BYTES:
+            self._frames.setdefault(frame.key, []).append(frame)
+            self._free_bytes += length
+
+    def wait_sent(self, to: int, place: Place) -> None:
+        """Wait until the latest message of a place has left, so that its memory is free."""
+        sent = self._sending.pop((to, place.tag), None)
+        if sent is not None:
+            with _Naming(self._transport, to, sent.place):
+                for handle in sent.handles:
+                    handle.wait()
+            self._give_frame(sent.frame)
+
+    def wait_all_sent(self) -> None:
+        """Wait until all messages have left."""
+        for (to, _), sent in list(self._sending.items()):
+            self.wait_sent(to, sent.place)
+
+    def expect(self, source: int, place: Place) -> None:
+        """Post the receive of a message before it is needed. A second call does nothing."""
+        key = (source, place.tag)
+        if key not in self._posted:
+            nbytes = self._frame_bytes.get((False, *key), HEADER_BYTES)
+            frame = torch.empty(nbytes, dtype=torch.uint8)
+            self._texts[place.tag] = place.text
+            with _Naming(self._transport, source, place):
+                self._posted[key] = _Receive(frame, self._transport.recv(frame, source, place.tag, exact=True))
+
+    def receive(self, source: int, place: Place, step: int) -> Tensor | None:
+        """Wait for a message. A value that needs a gradient comes as a leaf that requires one."""
+        start = self._transport.runtime.now()
+        found = self._receive(source, place, step)
+        self.on_wait(start, self._transport.runtime.now())
+        return found
+
+    def _receive(self, source: int, place: Place, step: int) -> Tensor | None:
+        self.expect(source, place)
+        posted = self._posted.pop((source, place.tag))
+        with _Naming(self._transport, source, place):
+            posted.handle.wait()
+        peer = self._transport.members[source]
+
+        def refuse(reason: str) -> ProtocolError:
+            return ProtocolError(f"rank {peer} sent {place.text}, and it cannot be used: {reason}", peer=peer)
+
+        values = HEADER.read(posted.frame.numpy().data[:HEADER_BYTES], refuse)
+        code, flags, count, _, sent_step, micro_batch, nbytes, *dimensions = values
+        shape = torch.Size(dimensions[:count]) if count <= MAX_DIMENSIONS else torch.Size()
+        if code >= len(DTYPES) or count > MAX_DIMENSIONS or nbytes > MAX_BODY_BYTES:
+            raise refuse(f"dtype {code}, {count} dimensions, {nbytes} bytes are not within the limits")
+        if nbytes != (0 if flags & EMPTY else math.prod(shape) * DTYPES[code].itemsize):
+            raise refuse(f"its shape {list(shape)} and its {nbytes} bytes do not agree")
+        if (sent_step, micro_batch) != (step, place.micro_batch):
+            raise refuse(
+                f"it is of step {sent_step}, micro-batch {micro_batch}, and step {step}, micro-batch "
+                f"{place.micro_batch} was expected: do all ranks call the same methods of the run?"
+            )
+        self._frame_bytes[False, source, place.tag] = HEADER_BYTES + nbytes
+        if flags & EMPTY:
+            return None
+        body = self._body(posted.frame, nbytes, source, place)
+        value = _as_received(body.view(DTYPES[code]), shape, flags).to(self._device)
+        return value.requires_grad_() if flags & NEEDS_GRADIENT else value
+
+    def _body(self, frame: Tensor, nbytes: int, source: int, place: Place) -> Tensor:
+        there = frame.numel() - HEADER_BYTES
+        if nbytes <= there:
+            return frame[HEADER_BYTES : HEADER_BYTES + nbytes]
+        body = torch.empty(nbytes, dtype=torch.uint8)
+        body[:there] = frame[HEADER_BYTES:]
+        with _Naming(self._transport, source, place):
+            self._transport.recv(body[there:], source, place.tag, exact=True).wait()
+        return body
+
+
+class _Naming:
+    """A context in which errors about a lost rank say which value was under way."""
+
+    __slots__ = ("_peer", "_place", "_transport")
+
+    def __init__(self, transport: Transport, peer: int, place: Place) -> None:
+        self._transport, self._peer, self._place = transport, peer, place
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PeerLostError):
+            text, peer = self._place.text, self._transport.members[self._peer]
+            raise PeerLostError(
+                f"{error}; {text} was under way between this rank and rank {peer}",
+                peer=error.peer,
+                pending=text,
+                seconds=error.seconds,
+            ) from error
+
+
+def _flags(tensor: Tensor) -> int:
+    last = tensor.dim() == 4 and not tensor.is_contiguous()
+    last = last and tensor.is_contiguous(memory_format=torch.channels_last)
+    return (NEEDS_GRADIENT if tensor.requires_grad else 0) | (CHANNELS_LAST if last else 0)
+
+
+def _code(tensor: Tensor, place: Place) -> int:
+    code = CODES.get(tensor.dtype)
+    if code is None or tensor.dim() > MAX_DIMENSIONS or tensor.layout != torch.strided:
+        raise IncompatibleError(
+            f"{place.text} is a {tensor.layout} tensor of {tensor.dtype} with {tensor.dim()} dimensions, and a tensor "
+            f"between stages is dense, of one of {len(DTYPES)} common dtypes, with at most {MAX_DIMENSIONS} "
+            "dimensions: convert it at the end of its stage, or cut the model elsewhere"
+        )
+    return code
+
+
+def _as_sent(tensor: Tensor, flags: int) -> Tensor:
+    return tensor.permute(0, 2, 3, 1) if flags & CHANNELS_LAST else tensor
+
+
+def _as_sent_shape(flat: Tensor, shape: torch.Size, flags: int) -> Tensor:
+    """The memory of a body, in the shape that `_as_sent` gives the tensor."""
+    if not flags & CHANNELS_LAST or len(shape) != 4:
+        return flat.view(shape)
+    samples, channels, height, width = shape
+    return flat.view(samples, height, width, channels)
+
+
+def _as_received(flat: Tensor, shape: torch.Size, flags: int) -> Tensor:
+    if not flags & CHANNELS_LAST:
+        return flat.view(shape)
+    samples, channels, height, width = shape
+    return flat.view(samples, height, width, channels).permute(0, 3, 1, 2)

@@ -1,0 +1,292 @@
+"""`pipeline`: splits a model over the workers and trains it in micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.codecs import Codec, build_codec, check_optimizer_momentum
+from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.placement import PipelinePlacement
+from syncline.parallel.schedules import PipeDream, PipelineSchedule, build_schedule
+from syncline.parallel.splitting import split, stage_container
+from syncline.parallel.stage_runner import Recompute
+from syncline.parallel.stages import Stage, StageGraph
+from syncline.parallel.tied_parameters import tied_ranks
+from syncline.parallel.whole_model import WholeModel
+from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
+from syncline.strategies import Ensemble, RunSettings, Strategy, build_strategy
+from syncline.training.distribute import (
+    check_model,
+    check_optimizers,
+    check_parameters,
+    describe_model,
+    describe_optimizer,
+    momentum_of,
+)
+from syncline.training.pipeline_run import PipelineOptions, PipelineRun
+from syncline.training.pipeline_stages import Stages, as_tuple, choose_stages
+from syncline.world import World, current_world
+
+__all__ = ["check_strategy", "default_micro_batches", "pipeline"]
+
+MICRO_BATCHES_PER_RANK = 4
+"""The default number of micro-batches for each pipeline rank: at most a fifth of the time is idle then."""
+
+
+def pipeline(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    stages: Stages = "auto",
+    schedule: str | PipelineSchedule = "1f1b",
+    microbatches: int | None = None,
+    strategy: str | Strategy = "allreduce",
+    codec: str | Codec | None = None,
+    algorithm: str = "auto",
+    example: Any = None,
+    recompute: Recompute = "never",
+    clip_norm: float | None = None,
+    scaler: Any = None,
+    compile: bool = False,
+    tracer: Literal["fx", "export"] = "fx",
+    check_finite: bool = False,
+    bucket_bytes: int | None = None,
+    seed: int = 0,
+    schedulers: Sequence[Any] = (),
+) -> PipelineRun:
+    """Train `model` with its layers split over the workers of the current world. Every worker calls it.
+
+    Each batch is cut into `microbatches`, which pass through the stages as in an assembly line. `loss_fn(output, y)`
+    returns the mean loss of a micro-batch. `stages` says where the model is cut:
+
+    - a number of stages; they are balanced by measured time with `example`, one input of the model, or a tuple of
+      them; else by their numbers of parameters
+    - the names of the modules with which stages 1, 2, … begin, such as ["blocks.4", "blocks.8"]
+    - a `StagePartition`, or the path of its file
+    - "auto": with `example` PipeDream's partition for this network, which may replicate stages; else as many stages as
+      workers
+
+    If there are more workers than stages, each stage has several, which `strategy` and `codec` synchronise as in
+    `distribute`. `schedule` is "1f1b", "gpipe", "interleaved(chunks=2)", "zero_bubble", "zbv" or "pipedream".
+    `recompute` is "always", "except_last" or "never": whether activations are computed again instead of kept.
+    `clip_norm` limits the norm of the gradients of the whole model. `scaler` is a GradScaler. `compile=True` compiles
+    each stage by torch.compile. `tracer="export"` traces the model by torch.export instead of torch.fx.
+
+    >>> import torch, syncline as sl
+    >>> def train(world):
+    ...     torch.manual_seed(0)
+    ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     with sl.pipeline(model, optimizer, torch.nn.functional.mse_loss, stages=["2"], microbatches=2) as run:
+    ...         return round(run.step(torch.ones(4, 4), torch.ones(4, 1)).item(), 4)
+    >>> len(set(sl.simulate(train, ranks=2).results))
+    1
+    """
+    world = current_world()
+    plan = build_schedule(schedule)
+    coder, built = build_codec(codec), build_strategy(strategy)
+    _check_arguments(model, optimizer, loss_fn, microbatches, clip_norm, recompute)
+    _check_combination(world, plan, built, optimizer, clip_norm, scaler, recompute, compile)
+    check_model(model, world)
+    check_parameters(model, world.size)
+    check_optimizers(model, (optimizer,), built)
+    if coder is not None:
+        check_optimizer_momentum(coder, momentum_of(optimizer))
+        built.check_codec(coder)
+    everyone = Communicator(world, "auto")
+    check_same(everyone, "models", describe_model(model))
+    check_same(everyone, "optimizers", describe_optimizer(optimizer))
+    broadcast_tensors(everyone, [*model.parameters(), *model.buffers()])
+    cuts, replicas = choose_stages(model, stages, plan, everyone, example, loss_fn)
+    graph = split(model, cuts, example=None if example is None else as_tuple(example), tracer=tracer)
+    placement = PipelinePlacement(plan, replicas)
+    wanted = microbatches or plan.microbatches or default_micro_batches(placement)
+    placement.check(wanted)
+    chosen = {
+        "cuts": ", ".join(cuts),
+        "replicas": str(replicas),
+        "schedule": repr(plan),
+        "micro-batches": str(wanted),
+        "strategy": repr(built),
+        "codec": repr(coder),
+        "options": f"recompute={recompute}, clip_norm={clip_norm}, seed={seed}, check_finite={check_finite}",
+    }
+    check_same(everyone, "pipeline settings", chosen)
+    _check_tied(graph, placement, built)
+    settings = RunSettings(
+        bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
+        check_finite=check_finite,
+        schedulers=tuple(schedulers),
+        seed=seed,
+    )
+    if compile:
+        graph = _compiled(graph)
+    options = PipelineOptions(
+        micro_batches=wanted,
+        recompute=recompute,
+        clip_norm=clip_norm,
+        scaler=scaler,
+        seed=seed,
+        description=graph.describe(),
+    )
+    return _attach(model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options)
+
+
+def _attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    graph: StageGraph,
+    placement: PipelinePlacement,
+    everyone: Communicator,
+    strategy: Strategy,
+    codec: Codec | None,
+    algorithm: str,
+    settings: RunSettings,
+    options: PipelineOptions,
+) -> PipelineRun:
+    world = everyone.world
+    rank, _ = placement.position(world.rank)
+    containers = [stage_container(graph, placement.stages_of(each)) for each in range(placement.ranks)]
+    owners: dict[str, int] = {}
+    for each, container in enumerate(containers):
+        for name, _ in (*container.named_parameters(remove_duplicate=False), *container.named_buffers()):
+            owners.setdefault(name, each)
+    owners = _owners_by_first_name(model, owners)
+    teams = [world.group(placement.team(each)) for each in range(placement.ranks)]
+    count = 1 if placement.unequal else placement.replicas[0]
+    pipelines = [world.group(placement.pipeline(replica)) for replica in range(count)]
+    mine = {id(each) for each in (*containers[rank].parameters(), *containers[rank].buffers())}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    mine |= {id(each) for name, each in tensors if name in graph.unused}
+    roots = [placement.team(each)[0] for each in range(placement.ranks)]
+    whole = WholeModel(model, optimizer, everyone, owners, mine, roots, rank)
+    try:
+        team_run = strategy.attach(
+            containers[rank], optimizer, Communicator(world, algorithm, codec, group=teams[rank]), settings
+        )
+        run = PipelineRun(whole, graph, placement, team_run, everyone, pipelines, loss_fn, options)
+    except BaseException:
+        whole.detach()
+        raise
+    world.runs.append(run)
+    return run
+
+
+def _owners_by_first_name(model: nn.Module, owners: dict[str, int]) -> dict[str, int]:
+    """The owner of each tensor by the first of its names: a tied parameter has several."""
+    found: dict[str, int] = {}
+    names: dict[int, list[str]] = {}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    for several in names.values():
+        ranks = [owners[name] for name in several if name in owners]
+        found[several[0]] = min(ranks) if ranks else 0
+    return found
+
+
+def _compiled(graph: StageGraph) -> StageGraph:
+    def compiled(stage: Stage) -> Stage:
+        module: Any = torch.compile(stage.module)  # a module, too
+        return replace(stage, module=module)
+
+    return replace(graph, stages=tuple(map(compiled, graph.stages)))
+
+
+def _check_arguments(
+    model: object, optimizer: object, loss_fn: object, microbatches: object, clip_norm: object, recompute: object
+) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer) or not callable(loss_fn):
+        kinds = ", ".join(type(each).__name__ for each in (model, optimizer, loss_fn))
+        raise SpecError(f"pipeline(model, optimizer, loss_fn) takes a module, an optimizer and a function, not {kinds}")
+    if microbatches is not None and (
+        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+    ):
+        raise SpecError(f"microbatches={microbatches!r}: a whole number, at least 1")
+    if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
+        raise SpecError(f"clip_norm={clip_norm!r}: a norm above 0, or None")
+    if recompute not in ("always", "except_last", "never"):
+        raise SpecError(f"recompute={recompute!r}: one of 'always', 'except_last', 'never'")
+
+
+def _check_combination(
+    world: World,
+    schedule: PipelineSchedule,
+    strategy: Strategy,
+    optimizer: Optimizer,
+    clip_norm: float | None,
+    scaler: Any,
+    recompute: str,
+    compile: bool,
+) -> None:
+    """Refuse what cannot work together, before anything is sent."""
+    if world.elastic is not None:
+        raise IncompatibleError("a pipeline needs the same workers from its start to its end: leave --elastic out")
+    check_strategy(strategy)
+    step = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if step is not None and step.default is inspect.Parameter.empty:
+        raise IncompatibleError(
+            f"{type(optimizer).__name__} calls the loss function several times in a step, and a pipeline computes each "
+            "batch once: take an optimizer whose step() needs no closure"
+        )
+    if isinstance(schedule, PipeDream) and (clip_norm is not None or scaler is not None):
+        what = "clip_norm" if clip_norm is not None else "scaler"
+        raise IncompatibleError(
+            f"{schedule!r} updates each stage at another time, so that {what}= has no gradients of the whole model to "
+            "look at: take 1f1b or another schedule that empties the pipeline"
+        )
+    if schedule.splits_backward and recompute != "never":
+        raise IncompatibleError(
+            f"{schedule!r} divides the backward pass of kept activations, and recompute={recompute!r} keeps none: take "
+            "1f1b, gpipe or interleaved"
+        )
+    if compile and (schedule.splits_backward or not schedule.flushes):
+        raise IncompatibleError(
+            f"compile=True: {schedule!r} needs the autograd graph of each layer, which torch.compile merges: take "
+            "1f1b, gpipe or interleaved"
+        )
+
+
+def default_micro_batches(placement: PipelinePlacement) -> int:
+    """The number of micro-batches if none is given: four for each pipeline rank, or more if the schedule needs it."""
+    least = MICRO_BATCHES_PER_RANK * placement.ranks
+    for count in range(least, least + math.lcm(*placement.replicas)):
+        try:
+            placement.check(count)
+        except SpecError:
+            continue
+        return count
+    return least
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a strategy that cannot synchronise the workers of a stage."""
+    if strategy.asynchronous:
+        raise IncompatibleError(
+            f"{strategy!r} lets each worker train at its own pace, and the stages of a pipeline wait for each other: "
+            "take a synchronous strategy such as allreduce, local or diloco"
+        )
+    if isinstance(strategy, Ensemble):
+        raise IncompatibleError(
+            f"{strategy!r} evaluates the models of all workers, and no worker of a pipeline has one: take average, "
+            "which has one model at the end"
+        )
+
+
+def _check_tied(graph: StageGraph, placement: PipelinePlacement, strategy: Strategy) -> None:
+    apart = [tie for tie in graph.tied if len(tied_ranks(tie, placement)) > 1]
+    if apart and not placement.schedule.flushes:
+        raise IncompatibleError(
+            f"{apart[0].names[0]} is used by stages {list(apart[0].stages)}, and {placement.schedule!r} updates each "
+            "stage at another time: cut the model so that one stage uses it, or take another schedule"
+        )

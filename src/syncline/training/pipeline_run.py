@@ -1,0 +1,730 @@
+"""`PipelineRun`: a model in training whose layers are split over the workers.
+
+```text
+            stage 0        stage 1
+pipeline 0  worker 0  ──►  worker 2
+pipeline 1  worker 1  ──►  worker 3
+            └ team 0 ┘     └ team 1 ┘
+```
+
+Each worker holds one part of the model. The workers with the same part are a team. The run of a strategy synchronises
+them, as it synchronises whole models in `distribute`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from syncline.data.partition import mix_seeds
+from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.action_stream import ActionStream
+from syncline.parallel.batch_norm import LAYERS as BATCH_NORMS
+from syncline.parallel.batch_norm import DeferredBatchNorm
+from syncline.parallel.boundary import Place
+from syncline.parallel.executor import PipelineExecutor
+from syncline.parallel.placement import PipelinePlacement
+from syncline.parallel.schedules import Action, PipeDream
+from syncline.parallel.stage_runner import MicroBatch, Recompute, StageRunner
+from syncline.parallel.stages import StageGraph
+from syncline.parallel.tied_parameters import TiedParameters
+from syncline.parallel.weight_versions import WeightVersions
+from syncline.parallel.whole_model import WholeModel
+from syncline.reduction import Communicator
+from syncline.strategies import Run, Shard, StrategyRun
+from syncline.strategies.base import wide_dtype
+from syncline.strategies.run import Readers, Steps
+from syncline.world import Group, TeamChange, allreduce, broadcast_object
+
+__all__ = ["PipelineOptions", "PipelineRun"]
+
+logger = logging.getLogger("syncline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """The options of `pipeline` that its run needs."""
+
+    micro_batches: int
+    recompute: Recompute = "never"
+    clip_norm: float | None = None
+    scaler: Any = None
+    seed: int = 0
+    description: Mapping[str, Any] = field(default_factory=dict)
+    """The stages, for config.json: made while this worker still has the whole model."""
+
+
+class PipelineRun(Run):
+    """A model in training whose layers are split over the workers. Made by `sl.pipeline`; a context manager.
+
+    `step(x, y)` trains on one batch. `model` is the user's model: outside of `agreed()` this worker has only its own
+    part of it.
+    """
+
+    def __init__(
+        self,
+        whole: WholeModel,
+        graph: StageGraph,
+        placement: PipelinePlacement,
+        team_run: StrategyRun,
+        everyone: Communicator,
+        pipelines: Sequence[Group],
+        loss_fn: Callable[[Any, Any], Tensor],
+        options: PipelineOptions,
+    ) -> None:
+        self.model, self.optimizer, self.world = whole.model, team_run.optimizer, team_run.world
+        self.stats = team_run.stats
+        self.graph, self.placement = graph, placement
+        self.team_run = team_run
+        """The run of the strategy among the workers that hold the same part of the model."""
+        self._whole, self._everyone, self._options = whole, everyone, options
+        self._rank, self._replica = placement.position(everyone.rank)
+        self._pipeline = pipelines[0 if placement.unequal else self._replica]
+        self._schedule = placement.schedule
+        self._stages = placement.stages_of(self._rank)
+        self._container = team_run.model
+        modules = [graph.stages[stage].module for stage in self._stages]
+        self._has_batch_norm = any(
+            isinstance(each, BATCH_NORMS) for stage in graph.stages for each in stage.module.modules()
+        )
+        self._norms = [DeferredBatchNorm(module) for module in modules if self._schedule.flushes]
+        self._versions = self._make_versions()
+        self._runner = StageRunner(
+            graph,
+            loss_fn,
+            self._micro_batch,
+            seed=mix_seeds(options.seed, 0 if placement.unequal else self._replica),
+            recompute=options.recompute,
+            recomputing=self._without_statistics,
+            gradients_complete=self._stage_complete,
+            update=self._update_after,
+            weights_for=self._weights_for,
+        )
+        transport = everyone.group.transport
+        self.executor = PipelineExecutor(graph, placement, transport, self._runner, self.world.device)
+        self._messages = self.executor.boundary
+        self._messages.on_wait = lambda start, stop: self.stats.waited(start, stop, "waits for another stage")
+        self._counted_bytes = 0
+        self._loss_number = self.executor.next_number
+        self._tied = TiedParameters(graph, placement, everyone.rank, self._messages, self._loss_number + 1)
+        self._target_number = self._loss_number + 1 + 2 * len(graph.tied)
+        self._data: dict[int, MicroBatch] = {}
+        self._step = 0
+        self._complete: set[int] = set()
+        """Stages of this worker whose gradients are complete in this step."""
+        self._reduced = False
+        self._stream = None if self._schedule.flushes else ActionStream(placement, everyone.rank)
+        self._flushed = 0
+        """The number of micro-batches that have left it."""
+        self._late_loss = torch.tensor(math.nan)
+        """In a pipeline that is never emptied: the loss of the step before."""
+        self._loss_is_pending = False
+        """Whether that loss was sent and not received yet."""
+        self._own_loss = torch.tensor(0.0)
+        """The part of the latest step's loss that this worker has computed."""
+        self._closed = False
+        if placement.unequal:  # every worker reads the share of a worker of the first stage
+            team_run.readers = Readers(self._replica % placement.replicas[0], placement.replicas[0])
+
+    # Training.
+
+    def step(self, x: Any, y: Any = None) -> Tensor:
+        """Train on one batch: forward, backward, update. Returns the mean loss, the same on all workers of a pipeline.
+
+        `x` is the input of the model, or a tuple of its inputs. `y` is the second argument of the loss function. With
+        `pipedream` each micro-batch updates the weights, and the loss returned is that of the step before (NaN at
+        first): later stages are still computing.
+        """
+        if self._stream is not None:
+            return self._stream_step(x, y)
+        loss = self._forward_backward(x, y, reduces=True)
+        self.update()
+        return loss
+
+    def backward(self, x: Any, y: Any = None) -> Tensor:
+        """Add the gradients of one batch to those that there are, without an update. Returns the mean loss."""
+        self._refuse_stream("gradients cannot be accumulated")
+        return self._forward_backward(x, y, reduces=False)
+
+    def update(self) -> None:
+        """Reduce the gradients, clip them if `clip_norm` was given, and let the optimizer step."""
+        self._refuse_stream("there is no separate update")
+        self._reduce()
+        scaler, clip_norm = self._options.scaler, self._options.clip_norm
+        if clip_norm is not None or scaler is not None:
+            norms = self._gradient_norms()
+            if scaler is not None:
+                norms = self._unscale(norms)
+            if clip_norm is not None:
+                self._clip(norms, clip_norm)
+        trained = any(each.grad is not None for each in self._own_parameters())
+        self._optimizer_step()
+        if scaler is not None:
+            self._update_scale(trained)
+        self._tied.copy_weights(self._step)
+        self._complete.clear()
+        self._reduced = False
+        self._step += 1
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Reduce the gradients and scale them so that their norm over the whole model is at most `max_norm`.
+
+        Call it between `backward` and `update`. Returns the norm before.
+        """
+        self._refuse_stream("there is no moment at which all stages have gradients to clip")
+        self._reduce()
+        return self._clip(self._gradient_norms(), max_norm)
+
+    def predict(self, x: Any) -> Any:
+        """The output of the model for `x`, on every worker of this pipeline. Call `model.eval()` before."""
+        if self.placement.unequal:
+            raise IncompatibleError("predict() needs the same number of workers for every stage: enter run.agreed()")
+        self.flush()
+        count = self._take_batch(x, None, 0)
+        planned = self._schedule.actions(self._rank, self.placement.setting(count))
+        actions = [action for action in planned if action.kind == "F"]
+        self._runner.training, self._runner.results = False, {}
+        try:
+            with self._without_statistics():
+                self.executor.run(actions, self._inputs_of, self._step, gradients=False)
+                self.executor.finish_sends()
+        finally:
+            self._runner.training = True
+            self._data.clear()
+        results = [self._runner.results[number] for number in sorted(self._runner.results)]
+        self._runner.results = {}
+        output = _concatenate(results) if results else None
+        root = self._pipeline.ranks.index(self._loss_workers[0])
+        return output if len(self._pipeline.ranks) == 1 else broadcast_object(output, root, group=self._pipeline)
+
+    def flush(self) -> None:
+        """Complete the micro-batches that are still in a pipeline that is never emptied. Every worker calls it."""
+        if self._stream is not None and self._stream.entered > self._flushed:
+            self._run_stream(self._stream.drain())
+            self._flushed = self._stream.entered
+            for versions in self._versions.values():
+                versions.forget()
+        self._collect_late_loss()  # its sender may wait until it is taken
+
+    def _forward_backward(self, x: Any, y: Any, reduces: bool) -> Tensor:
+        count = self._take_batch(x, y, 0)
+        actions = list(self._schedule.actions(self._rank, self.placement.setting(count), self._setting_replica))
+        if not reduces:
+            actions = [action for action in actions if action.kind != "R"]
+        self._runner.begin_step(self._step, last=max(self._data, default=0))
+        scaler = self._options.scaler
+        self._runner.loss_scale = (
+            1.0 if scaler is None else scaler.scale(torch.ones((), device=self.world.device)).item()
+        )
+        with self.team_run.no_sync():
+            self.executor.run(actions, self._inputs_of, self._step)
+        self._data.clear()
+        for norms in self._norms:
+            norms.commit()
+        self._send_loss(self._step)
+        loss = self._collect_loss(self._step)
+        self._count_bytes()
+        if reduces:
+            self.team_run.note_loss(loss)
+        else:
+            self._step += 1
+        return loss
+
+    def _stage_complete(self, stage: int) -> None:
+        self._complete.add(stage)
+        if len(self._complete) == len(self._stages):
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """The gradients of this worker's part are complete: reduce them over its replicas."""
+        if not self._reduced:
+            self._reduced = True
+            self._tied.add_gradients(self._step)
+            self.team_run.reduce_gradients()
+
+    def _optimizer_step(self) -> None:
+        scaler = self._options.scaler
+        if scaler is None:
+            self.optimizer.step()
+        elif any(each.grad is not None for each in self._own_parameters()):
+            scaler.step(self.optimizer)
+        torch.clear_autocast_cache()  # its copies are of the weights before
+        self._container.zero_grad()
+
+    # A pipeline that is never emptied.
+
+    def _make_versions(self) -> dict[int, WeightVersions]:
+        schedule = self._schedule
+        if not isinstance(schedule, PipeDream):
+            return {}
+        setting = self.placement.setting(1)
+        lag, first = schedule.warmup(self._rank, setting), schedule.warmup(0, setting)
+        return {
+            stage: WeightVersions(self.graph.stages[stage].module, lag, first, schedule.vertical_sync)
+            for stage in self._stages
+        }
+
+    def _weights_for(self, stage: int, micro_batch: int) -> dict[str, Tensor] | None:
+        return self._versions[stage].weights_for(micro_batch) if self._versions else None
+
+    def _refuse_stream(self, why: str) -> None:
+        if self._stream is not None:
+            raise IncompatibleError(
+                f"{self._schedule!r} updates the weights after every micro-batch, so {why}: call run.step(x, y) only, "
+                "or take another schedule"
+            )
+
+    def _stream_step(self, x: Any, y: Any) -> Tensor:
+        assert self._stream is not None
+        count = self._take_batch(x, y, self._stream.entered)
+        self._collect_late_loss()
+        loss = self._late_loss
+        self._run_stream(self._stream.next_step(self.placement.setting(count).micro_batches))
+        self._send_loss(0)
+        self._loss_is_pending = True
+        self._count_bytes()
+        self._step += 1
+        return loss
+
+    def _collect_late_loss(self) -> None:
+        """Receive the loss of the latest step, if that was not done."""
+        if self._loss_is_pending:
+            self._loss_is_pending = False
+            self._late_loss = self._collect_loss(0)
+
+    def _run_stream(self, actions: Sequence[Action]) -> None:
+        self._runner.begin_step(0, last=-1)
+        with self.team_run.no_sync():
+            self.executor.run(actions, self._inputs_of, 0)
+        for action in actions:
+            if action.kind == "F":
+                self._data.pop(action.micro_batch, None)
+
+    def _update_after(self, stage: int, micro_batch: int) -> None:
+        self.team_run.reduce_gradients()
+        self._versions[stage].before_update(micro_batch)
+        self._optimizer_step()
+
+    # The batch.
+
+    @property
+    def _setting_replica(self) -> int:
+        return self._replica if self.placement.unequal else 0
+
+    @property
+    def _has_last_stage(self) -> bool:
+        return self.placement.stages - 1 in self._stages
+
+    def _take_batch(self, x: Any, y: Any, first: int) -> int:
+        """Cut a batch into micro-batches, numbered from `first` on. Returns their number on one worker."""
+        self.world.finish_left()
+        inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+        samples = _batch_size(inputs, y)
+        count = self._count(samples)
+        sizes = [samples // count + (1 if place < samples % count else 0) for place in range(count)]
+        placement, averaged = self.placement, self._schedule.flushes
+        stride = placement.replicas[0] if placement.unequal else 1
+        factor = placement.replicas[-1] / stride if placement.unequal else 1.0
+        parts = list(zip(_cut(inputs, sizes), _cut(y, sizes), sizes, strict=True))
+        total = count * stride
+        for number in range(total):
+            own_inputs, target, size = parts[number // stride]
+            share = factor * size / samples if averaged else 1.0
+            self._data[first + number] = MicroBatch(own_inputs, target, share, size / samples / stride)
+        if placement.unequal and y is not None:
+            self._send_targets(first, total)
+        return count
+
+    def _count(self, samples: int) -> int:
+        """The number of micro-batches: as configured, or the most that the samples and the schedule allow.
+
+        Batch norm refuses a single value for a channel, so its micro-batches have two samples if the batch has.
+        """
+        most = min(max(1, samples // 2) if self._has_batch_norm else samples, self._options.micro_batches)
+        for count in range(most, 0, -1):
+            try:
+                self.placement.check(count)
+            except SpecError:
+                if count == 1:
+                    raise
+            else:
+                return count
+        raise IncompatibleError("a step needs at least one sample")
+
+    def _inputs_of(self, micro_batch: int) -> tuple[Tensor, ...]:
+        return self._data[micro_batch].inputs
+
+    def _micro_batch(self, micro_batch: int) -> MicroBatch:
+        """The data of a micro-batch for the loss. With unequal replicas its target comes from the first stage."""
+        data = self._data[micro_batch]
+        if not self.placement.unequal or data.target is None:
+            return data
+        source = self.placement.worker_of(0, micro_batch, self._replica)
+        leaves, form = tree_flatten(data.target)
+        found = [
+            self._messages.receive(source, self._target_place(micro_batch, number), 0) for number in range(len(leaves))
+        ]
+        return replace(data, target=tree_unflatten(found, form))
+
+    def _send_targets(self, first: int, total: int) -> None:
+        last = self.placement.stages - 1
+        for number in range(first, first + total):
+            if self.placement.worker_of(0, number, self._replica) == self._everyone.rank:
+                worker = self.placement.worker_of(last, number, self._replica)
+                for place, leaf in enumerate(tree_flatten(self._data[number].target)[0]):
+                    self._messages.send(leaf, worker, self._target_place(number, place), 0)
+
+    def _target_place(self, micro_batch: int, leaf: int) -> Place:
+        return Place(self._target_number + leaf, micro_batch, f"the target of micro-batch {micro_batch}")
+
+    # The loss and the gradients over all stages.
+
+    def _count_bytes(self) -> None:
+        """Add to the statistics what was sent to other stages since the last call."""
+        sent = self.executor.sent_bytes
+        self.stats.forwarded(sent - self._counted_bytes)
+        self._counted_bytes = sent
+
+    def _send_loss(self, step: int) -> None:
+        """Send what this worker has added to the loss to the other workers of the pipeline."""
+        if self._has_last_stage:
+            losses = self._runner.losses
+            self._own_loss = sum((losses[number] for number in sorted(losses)), torch.tensor(0.0)).detach()
+            for worker in self._pipeline.ranks:
+                if worker != self._everyone.rank:
+                    self._messages.send(self._own_loss, worker, self._loss_place, step)
+
+    def _collect_loss(self, step: int) -> Tensor:
+        """The mean loss of a step, from all workers of the last stage."""
+        parts = []
+        for worker in self._loss_workers:
+            own = worker == self._everyone.rank
+            part = self._own_loss if own else self._messages.receive(worker, self._loss_place, step)
+            assert part is not None, "a loss is never empty"
+            parts.append(part)
+        return torch.stack(parts).sum()
+
+    @property
+    def _loss_place(self) -> Place:
+        return Place(self._loss_number, 0, "the loss of the step")
+
+    @property
+    def _loss_workers(self) -> list[int]:
+        placement = self.placement
+        rank = placement.schedule.rank_of(placement.stages - 1, placement.ranks)
+        return [worker for worker in placement.team(rank) if worker in self._pipeline.ranks]
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
+
+    def _gradient_norms(self) -> Tensor:
+        """The norm of each parameter's gradient over the whole model, in the order of its parameters.
+
+        The order is the same for every number of stages, so that the total norm has the same bits.
+        """
+        names = {name: number for number, name in enumerate(self._whole.parameter_names)}
+        norms = torch.zeros(len(names), dtype=torch.float64)
+        counted = not self.placement.unequal or self._replica == 0
+        for name, parameter in self.model.named_parameters():
+            if counted and id(parameter) in self._whole.trained_here and parameter.grad is not None:
+                gradient = parameter.grad.coalesce()._values() if parameter.grad.is_sparse else parameter.grad
+                norms[names[name]] = torch.linalg.vector_norm(gradient.to(wide_dtype(gradient.dtype)))
+        found: Tensor = allreduce(norms, op="sum", group=self._pipeline) if len(self._pipeline.ranks) > 1 else norms
+        return found
+
+    def _unscale(self, norms: Tensor) -> Tensor:
+        """Divide the gradients by the scale of the GradScaler. All stages skip the step if one has NaN or Inf."""
+        scaler, own = self._options.scaler, [each for each in self._own_parameters() if each.grad is not None]
+        scale = float(scaler.get_scale())
+        if not own:
+            return norms / scale
+        if not bool(torch.isfinite(norms).all()):
+            gradient = own[0].grad
+            assert gradient is not None
+            (gradient._values() if gradient.is_sparse else gradient).view(-1)[0] = math.inf
+        scaler.unscale_(self.optimizer)
+        return norms / scale
+
+    def _update_scale(self, trained: bool) -> None:
+        """Update the GradScaler. A worker without gradients takes the scale of the others."""
+        scaler = self._options.scaler
+        if trained:
+            scaler.update()
+        own = torch.tensor([float(scaler.get_scale()) if trained else 0.0], dtype=torch.float64)
+        if len(self._pipeline.ranks) > 1:
+            shared = float(allreduce(own, op="max", group=self._pipeline))
+            if not trained and shared:
+                scaler.update(new_scale=shared)
+
+    def _clip(self, norms: Tensor, max_norm: float) -> Tensor:
+        total: Tensor = torch.linalg.vector_norm(norms)
+        factor = max_norm / (total + 1e-6)
+        if bool(factor < 1.0):
+            for parameter in self._own_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+        return total
+
+    @contextmanager
+    def _without_statistics(self) -> Iterator[None]:
+        """Inside, batch norms collect no statistics: activations are computed again, or nobody trains."""
+        with ExitStack() as stack:
+            for norms in self._norms:
+                stack.enter_context(norms.pause())
+            yield
+
+    # The user's view: see `Run`.
+
+    @property
+    def peak_activations(self) -> int:
+        """The largest number of forward passes on this worker that waited for their backward pass."""
+        return self._runner.peak_activations
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether each worker trains at its own pace: never."""
+        return False
+
+    @property
+    def loss_is_late(self) -> bool:
+        """Whether `step` returns the loss of the step before."""
+        return not self._schedule.flushes
+
+    @property
+    def members(self) -> int:
+        """The number of models that the model's forward evaluates inside `agreed()`."""
+        return self.team_run.members
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of all workers."""
+        return self._everyone
+
+    @property
+    def strategy(self) -> object:
+        """The strategy of the teams."""
+        return self.team_run.strategy
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this worker has sent to other stages. Those of the all-reduce are in `stats.bytes_wire`."""
+        return self.executor.sent_bytes
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            **self.team_run.config,
+            "pipeline": {
+                "schedule": repr(self._schedule),
+                "micro_batches": self._options.micro_batches,
+                "replicas": list(self.placement.replicas),
+                **self._options.description,
+            },
+        }
+
+    def shard(
+        self,
+        data: Any,
+        *,
+        seed: int = 0,
+        split: bool = True,
+        drop_last: bool | None = None,
+        batch: int | None = None,
+        name: str | None = None,
+        pad: bool = True,
+    ) -> Shard:
+        """See `Run.shard`. All workers of one pipeline read the same batches.
+
+        With different numbers of workers per stage, and with replicas in `pipedream`, incomplete batches are left out
+        (`drop_last`).
+        """
+        if self.placement.whole_batches:
+            drop_last = True
+        return self.team_run.shard(data, seed=seed, split=split, drop_last=drop_last, batch=batch, name=name, pad=pad)
+
+    def steps(
+        self, data: Any, *, global_batch: int, micro_batch: int | None = None, seed: int = 0, name: str | None = None
+    ) -> Steps:
+        raise IncompatibleError(
+            "run.steps() divides a batch into micro-batches for accumulation, and a pipeline divides it itself: take "
+            "run.shard() and run.step()"
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        raise IncompatibleError(
+            "with a pipeline, run.backward(x, y) accumulates gradients and run.update() applies them"
+        )
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, every worker has the whole model, in its own memory."""
+        self.flush()
+        with self.team_run.agreed(), self._whole.whole():
+            yield
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, every worker has the whole model and the whole state of the optimizer, for a checkpoint."""
+        self.flush()
+        with self.team_run.agreed(), self._whole.whole(optimizer=True):
+            yield
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, a checkpoint is loaded into the whole model and its optimizer. Then each worker keeps its part."""
+        with self._whole.whole(fill=False, optimizer=True):
+            yield
+
+    def expect(self, steps: int) -> None:
+        self.team_run.expect(steps)
+
+    def note_loss(self, loss: float | Tensor) -> None:
+        self.team_run.note_loss(loss)
+
+    def close(self) -> None:
+        """End the run: every worker then has the whole model. Every worker closes; a second call does nothing."""
+        if self._closed:
+            return
+        self.flush()
+        self.executor.finish_sends()
+        self.team_run.close()
+        self._whole.close()
+        self.release()
+
+    def release(self) -> None:
+        """Remove all hooks: the run is over on this worker."""
+        self._closed = True
+        self.team_run.release()
+        self._whole.detach()
+        for norms in self._norms:
+            norms.close()
+        if self in self.world.runs:
+            self.world.runs.remove(self)
+
+    def __enter__(self) -> PipelineRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self.release()
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """`shared` has the state of every team, `local` this worker's own."""
+        self.flush()
+        own = self.team_run.state_dict()
+        teams = [
+            broadcast_object(own["shared"], self.placement.team(rank)[0], group=self._everyone.group)
+            for rank in range(self.placement.ranks)
+        ]
+        shared = {**own["shared"], "format": "pipeline", "teams": teams, "pipeline": self._layout, "next": self._step}
+        return {"shared": shared, "local": own["local"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved run, also of another number of stages, or without a pipeline."""
+        shared: dict[str, Any] = dict(state["shared"])
+        self._step = int(shared["next"] if "next" in shared else shared["steps"])
+        if shared.get("pipeline") == self._layout:
+            self.team_run.load_state_dict({**state, "shared": shared["teams"][self._rank]})
+            return
+        position = shared["teams"][0] if "teams" in shared else shared
+        self.team_run.readers.load_state_dict(position["cursors"])
+        self.stats.steps = int(position["steps"])
+        strategy, codec = self.team_run.strategy, self.team_run.communicator.codec
+        if self._everyone.rank == 0 and (codec is not None or repr(strategy) != "allreduce"):
+            logger.warning(
+                "the checkpoint is of other stages or workers: the model and the optimizer's state are loaded, and the "
+                "state of %r%s starts fresh",
+                strategy,
+                "" if codec is None else f" and of {codec!r}",
+            )
+        self.team_run.restart()
+        self.team_run.resume_steps()
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "cuts": list(self.graph.cuts),
+            "replicas": list(self.placement.replicas),
+            "stages_per_rank": self._schedule.stages_per_rank,
+            "strategy": self.team_run.strategy.state_format,
+        }
+
+    # What the world calls.
+
+    @property
+    def elastic_refusal(self) -> str:
+        return "a pipeline needs the same workers from its start to its end: leave --elastic out"
+
+    def team_changed(self, change: TeamChange) -> None:
+        raise IncompatibleError(self.elastic_refusal)
+
+    def apply_change_of_data(self, change: TeamChange) -> None:
+        raise IncompatibleError(self.elastic_refusal)
+
+    def newcomer_state(self) -> Any:
+        raise IncompatibleError(self.elastic_refusal)
+
+    def load_newcomer_state(self, state: Any) -> None:
+        raise IncompatibleError(self.elastic_refusal)
+
+    def close_at_exit(self) -> None:
+        """Called when the process ends without `close()`."""
+        self.team_run.close_at_exit()
+
+    def __repr__(self) -> str:
+        place = f"pipeline rank {self._rank} of {self.placement.ranks}"
+        return f"PipelineRun({self._schedule!r}, {place}, {self.team_run!r})"
+
+
+def _batch_size(inputs: tuple[Any, ...], target: Any) -> int:
+    """The number of samples, which all tensors must agree on."""
+    found: dict[int, str] = {}
+    for what, tree in (("x", inputs), ("y", target)):
+        for leaf in tree_flatten(tree)[0]:
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                found.setdefault(leaf.shape[0], f"{what} has a tensor of shape {list(leaf.shape)}")
+    if any(not isinstance(each, Tensor) for each in inputs):
+        kinds = ", ".join(type(each).__name__ for each in inputs)
+        raise IncompatibleError(f"x consists of {kinds}: the inputs of a pipeline are tensors, alone or in a tuple")
+    if len(found) != 1:
+        texts = "; ".join(found.values()) or "there is no tensor with samples"
+        raise IncompatibleError(f"a batch is cut into micro-batches along dimension 0, which must be equal: {texts}")
+    samples = next(iter(found))
+    if samples == 0:
+        raise IncompatibleError("the batch has no samples")
+    return int(samples)
+
+
+def _cut(tree: Any, sizes: Sequence[int]) -> list[Any]:
+    """A tree of tensors, cut along dimension 0. Values that are no tensors go to all parts."""
+    leaves, form = tree_flatten(tree)
+    cut = [
+        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [tree_unflatten([parts[number] for parts in cut], form) for number in range(len(sizes))]
+
+
+def _concatenate(results: Sequence[Any]) -> Any:
+    """The outputs of all micro-batches as one."""
+    leaves, form = zip(*(tree_flatten(each) for each in results), strict=True)
+    joined = [
+        torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].dim() > 0 else parts[0]
+        for parts in zip(*leaves, strict=True)
+    ]
+    return tree_unflatten(joined, form[0])

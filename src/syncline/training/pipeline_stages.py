@@ -1,0 +1,169 @@
+"""How `pipeline` chooses where a model is cut, and how many workers each stage has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+from torch import Tensor, nn
+
+from syncline.errors import SpecError, SynclineError
+from syncline.parallel.partition import LayerCost, ModelProfile, StagePartition, balanced, pipedream
+from syncline.parallel.profile import profile_model
+from syncline.parallel.schedules import PipelineSchedule
+from syncline.parallel.splitting import layer_names
+from syncline.reduction import Communicator
+from syncline.world import broadcast_object
+
+__all__ = ["AUTO", "Stages", "as_tuple", "choose_stages", "open_partition", "parse_stages", "planned_replicas"]
+
+logger = logging.getLogger("syncline")
+
+AUTO = "auto"
+Stages = int | str | Sequence[str] | StagePartition | PathLike[str]
+
+
+def choose_stages(
+    model: nn.Module,
+    stages: Stages,
+    schedule: PipelineSchedule,
+    everyone: Communicator,
+    example: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The cuts, and the workers of each pipeline rank. Every worker calls it; rank 0 decides where it measures."""
+    size, chunks = everyone.size, schedule.stages_per_rank
+    stages = open_partition(stages)
+    if stages == AUTO and example is not None and chunks == 1 and schedule.unequal_replicas and size > 1:
+        bandwidth = _bandwidth(everyone)
+        found = _decide(
+            everyone,
+            lambda: pipedream(_profile(model, everyone, example, loss_fn, 1), size, bandwidth, overlap=False),
+        )
+        return found.cuts, _replicas_of(found, schedule, size)
+    replicas = planned_replicas(stages, schedule, size)
+    if isinstance(stages, StagePartition):
+        return stages.cuts, replicas
+    if not isinstance(stages, (int, str, PathLike)):
+        return tuple(stages), replicas
+    count = len(replicas) * chunks
+    if count == 1:
+        return (), replicas
+    return _decide(everyone, lambda: balanced(_profile(model, everyone, example, loss_fn, count), count)).cuts, replicas
+
+
+def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> tuple[int, ...]:
+    """The workers of each pipeline rank, if no measurement decides. Refuses what does not fit `size` workers."""
+    chunks, stages = schedule.stages_per_rank, open_partition(stages)
+    if isinstance(stages, StagePartition):
+        return _replicas_of(stages, schedule, size)
+    if isinstance(stages, bool) or not isinstance(stages, (int, str, Sequence)):
+        raise SpecError(
+            f"stages={stages!r}: a number of stages, a list of module names, a partition or its file, or 'auto'"
+        )
+    if not isinstance(stages, (int, str)):
+        cuts = len(stages)
+        return _equal_replicas(cuts + 1, chunks, size, f"{cuts} cuts make {cuts + 1} stages")
+    count = size * chunks if stages == AUTO else int(stages)
+    return _equal_replicas(count, chunks, size, f"stages={stages!r}")
+
+
+def parse_stages(text: str) -> Stages:
+    """Stages as a command line names them: a number, names of modules, the file of a partition, or "auto".
+
+    >>> parse_stages("2"), parse_stages("blocks.2,head"), parse_stages("4,"), parse_stages("plan.json")
+    (2, ['blocks.2', 'head'], ['4'], 'plan.json')
+    """
+    text = text.strip()
+    if text == AUTO or text.endswith(".json"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    names = [name.strip() for name in text.split(",")]
+    names = names[:-1] if len(names) > 1 and not names[-1] else names  # "4," is the module 4, not four stages
+    if not all(names):
+        raise SpecError(f"stages {text!r}: write a number, names of modules with commas between them, or a .json file")
+    return names
+
+
+def open_partition(stages: Stages) -> Stages:
+    """A partition instead of its file."""
+    if isinstance(stages, (str, PathLike)) and stages != AUTO:
+        return StagePartition.read(fspath(stages))
+    return stages
+
+
+def _equal_replicas(stages: int, chunks: int, size: int, what: str) -> tuple[int, ...]:
+    if stages < 1 or stages % chunks or size % (stages // chunks or 1):
+        each = f", of which each pipeline rank has {chunks}" if chunks > 1 else ""
+        raise SpecError(
+            f"{what}{each}: {size} workers cannot be divided evenly among them; use a number of stages that divides "
+            f"{size * chunks}{f' and is a multiple of {chunks}' if chunks > 1 else ''}, or another number of workers"
+        )
+    ranks = stages // chunks
+    return (size // ranks,) * ranks
+
+
+def _replicas_of(partition: StagePartition, schedule: PipelineSchedule, size: int) -> tuple[int, ...]:
+    if partition.workers != size or schedule.stages_per_rank != 1:
+        if len(set(partition.replicas)) == 1:  # the same cuts serve other numbers of workers
+            return _equal_replicas(partition.stages, schedule.stages_per_rank, size, f"the partition {partition}")
+        raise SpecError(
+            f"the partition {partition} is for {partition.workers} workers with one stage each, and there are {size}, "
+            f"with {schedule.stages_per_rank} each: change its replicas, or start {partition.workers} workers"
+        )
+    if partition.layers or partition.placement:
+        raise SpecError(
+            f"the partition {partition} has its own placement or branches that run side by side: remove 'layers' and "
+            "'placement' from its file, so that stages follow each other"
+        )
+    return partition.replicas
+
+
+def _profile(
+    model: nn.Module,
+    everyone: Communicator,
+    example: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    stages: int,
+) -> ModelProfile:
+    """The costs of the layers: measured with an example, else in proportion to their parameters."""
+    inputs = None if example is None else as_tuple(example)
+    names = layer_names(model, stages=stages, example=inputs)
+    if inputs is not None:
+        return profile_model(model, inputs, names=names)
+    sizes = {name: sum(each.nbytes for each in model.get_submodule(name).parameters()) for name in names}
+    layers = tuple(
+        LayerCost(name=name, forward_s=float(size), backward_s=0.0, activation_bytes=0.0, parameter_bytes=size)
+        for name, size in sizes.items()
+    )
+    return ModelProfile(layers=layers, batch_size=1)
+
+
+def _decide(everyone: Communicator, choose: Callable[[], StagePartition]) -> StagePartition:
+    """The partition that rank 0 chooses by its measurement: another rank would measure other times."""
+    chosen: dict[str, Any] = {}
+    if everyone.rank == 0:
+        try:
+            found = choose()
+            chosen = {"cuts": list(found.cuts), "replicas": list(found.replicas), "text": found.describe()}
+        except SynclineError as error:
+            chosen = {"error": str(error)}
+    shared: dict[str, Any] = broadcast_object(chosen, 0, group=everyone.group) if everyone.size > 1 else chosen
+    if "error" in shared:
+        raise SpecError(shared["error"])
+    if everyone.rank == 0:
+        logger.info("%s", shared["text"])
+    return StagePartition(tuple(shared["cuts"]), tuple(shared["replicas"]))
+
+
+def _bandwidth(everyone: Communicator) -> float:
+    """Bytes per second between two workers. Every worker calls it, because it may be measured now."""
+    return float(everyone.group.auto.network().link(0, 1).bandwidth)
+
+
+def as_tuple(example: Any) -> tuple[Any, ...]:
+    """The inputs of a model as a tuple."""
+    return tuple(example) if isinstance(example, (tuple, list)) else (example,)

@@ -1,0 +1,117 @@
+"""Models that pipelines must train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Residual(nn.Module):
+    """A block whose skip connection crosses several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.middle = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.first(x)
+        value = start
+        for layer in self.middle:
+            value = torch.tanh(layer(value))
+        output: Tensor = self.last(value + start)
+        return output
+
+
+class UNet(nn.Module):
+    """Each level of the way down is used again on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1 = nn.Conv2d(1, 4, 3, padding=1)
+        self.down2 = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.bottom = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True))
+        self.up2 = nn.ConvTranspose2d(16, 4, 2, stride=2)
+        self.up1 = nn.Conv2d(8, 3, 3, padding=1)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.relu(self.down1(x))
+        two = torch.relu(self.down2(one))
+        low = self.bottom(two)
+        up = torch.relu(self.up2(torch.cat([low, two], 1)))
+        output: Tensor = self.head(self.up1(torch.cat([up, one], 1)).mean((2, 3)))
+        return output
+
+
+class Tied(nn.Module):
+    """The embedding is also the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.head(self.blocks(self.embed(tokens)))
+        return output
+
+
+def _mlp(*extra: Callable[[], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), *(make() for make in extra), nn.Tanh()) for _ in range(7)), nn.Linear(6, 3)
+    )
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model, where it is cut into four stages, and its data."""
+
+    make: Callable[[], nn.Module]
+    cuts: tuple[str, str, str]
+    input: Callable[[int], Tensor]
+    classes: int = 3
+
+    def batch(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels."""
+        torch.manual_seed(seed)
+        return self.input(samples), torch.randint(self.classes, (samples,))
+
+    def model(self) -> nn.Module:
+        """The model with its first weights."""
+        torch.manual_seed(1)
+        return self.make().double()
+
+
+def _vectors(samples: int) -> Tensor:
+    return torch.randn(samples, 6, dtype=torch.float64)
+
+
+def _images(samples: int) -> Tensor:
+    return torch.randn(samples, 1, 8, 8, dtype=torch.float64)
+
+
+def _tokens(samples: int) -> Tensor:
+    return torch.randint(11, (samples,))
+
+
+MODELS = {
+    "mlp": ModelCase(_mlp, ("2", "4", "6"), _vectors),
+    "skips": ModelCase(Residual, ("middle.0", "middle.2", "last"), _vectors),
+    "unet": ModelCase(UNet, ("down2", "bottom", "up1"), _images),
+    "tied": ModelCase(Tied, ("blocks.0", "blocks.2", "head"), _tokens, classes=11),
+    "dropout": ModelCase(lambda: _mlp(lambda: nn.Dropout(0.3)), ("2", "4", "6"), _vectors),
+    "batch norm": ModelCase(lambda: _mlp(lambda: nn.BatchNorm1d(6)), ("2", "4", "6"), _vectors),
+}
+
+
+def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy."""
+    return functional.cross_entropy(output, labels)

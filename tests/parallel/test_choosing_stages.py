@@ -1,0 +1,96 @@
+"""How `pipeline` cuts a model: by a number, by measurement, by names, by a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import syncline as sl
+from syncline.errors import SpecError
+from syncline.parallel.partition import StagePartition
+from syncline.world import World
+from tests.parallel.models import MODELS, Tied, loss_of
+
+
+def chosen(ranks: int, make: Any = None, **options: Any) -> dict[str, Any]:
+    """Cuts and replicas on all ranks, which must be the same."""
+
+    def attach(world: World) -> dict[str, Any]:
+        model = make() if make is not None else MODELS["mlp"].model().float()
+        run = sl.pipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, **options)
+        found: dict[str, Any] = run.config["pipeline"]
+        run.close()
+        return found
+
+    results = sl.simulate(attach, ranks).results
+    assert all(each == results[0] for each in results)
+    return dict(results[0])
+
+
+def test_a_number_of_stages_divides_the_parameters_evenly() -> None:
+    found = chosen(4, stages=2)
+    assert found["replicas"] == [2, 2]
+    parameters = found["parameters"]
+    assert max(parameters) < 1.5 * min(parameters)
+
+
+def test_stages_are_one_for_each_worker_without_an_example() -> None:
+    assert chosen(3)["replicas"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("stages", [2, "auto"])
+def test_stages_are_measured_with_an_example(stages: int | str) -> None:
+    found = chosen(2, stages=stages, example=torch.randn(32, 6))
+    assert sum(found["replicas"]) == 2
+
+
+def test_the_first_module_can_be_a_stage_of_its_own() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 6), nn.Linear(6, 6))
+
+    assert chosen(2, make, stages=2)["cuts"] == ["1"]
+
+
+def test_a_model_with_tied_weights_is_cut() -> None:
+    assert len(chosen(3, Tied, stages=3)["cuts"]) == 2
+
+
+def test_a_partition_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "partition.json"
+    StagePartition(("4",), (2, 1)).write(path)
+    found = chosen(3, stages=path)
+    assert (found["cuts"], found["replicas"]) == (["4"], [2, 1])
+    assert chosen(3, stages=str(path)) == found
+
+
+def test_cuts_of_a_partition_serve_other_numbers_of_workers() -> None:
+    assert chosen(4, stages=StagePartition(("4",), (1, 1)))["replicas"] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "words"),
+    [
+        (3, 4, "cannot be divided evenly"),
+        (StagePartition(("4",), (3, 1)), 3, "change its replicas"),
+        ("no-such-file.json", 2, "no-such-file.json"),
+        (1.5, 2, "a number of stages"),
+        (9, 9, "more than the model can be split into"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(stages: Any, ranks: int, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        chosen(ranks, make_chain if stages == 9 else None, stages=stages)
+
+
+def make_chain() -> nn.Module:
+    """Six layers."""
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+
+
+def test_the_export_tracer_splits_too() -> None:
+    found = chosen(2, stages=["4"], tracer="export", example=torch.randn(8, 6), microbatches=2)
+    assert found["cuts"] == ["4"]

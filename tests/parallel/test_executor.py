@@ -1,0 +1,158 @@
+"""The executor takes the time that the published tables say, sends what it must, and never deadlocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.errors import PeerLostError
+from syncline.parallel.executor import PipelineExecutor
+from syncline.parallel.placement import PipelinePlacement
+from syncline.parallel.schedules import Action, build_schedule
+from syncline.parallel.stages import MODEL_INPUT, Stage, StageGraph, Value
+from syncline.testing.hunting import hunt_cases
+from syncline.transports.simulated import kill_rank
+from syncline.world import World
+from tests.hunting import seeds
+
+
+def chain(stages: int) -> StageGraph:
+    """Stages of which each uses the output of the one before."""
+    values = [Value("x", MODEL_INPUT, (0,), 0), *(Value(f"v{n}", n, (n + 1,)) for n in range(stages - 1))]
+    return StageGraph(
+        tuple(Stage(n, nn.Identity(), (n,), (n + 1,) if n < stages - 1 else ()) for n in range(stages)),
+        tuple(values),
+    )
+
+
+class TimedCompute:
+    """Computes nothing, in a given virtual time for each kind of action."""
+
+    def __init__(self, world: World, seconds: dict[str, float], last: int, kill_at: int = -1) -> None:
+        self.world, self.seconds, self.last, self.kill_at = world, seconds, last, kill_at
+        self.done: list[Action] = []
+
+    def _spend(self, action: Action) -> None:
+        if len(self.done) == self.kill_at:
+            kill_rank(self.world.transport)
+        self.done.append(action)
+        self.world.compute(self.seconds[action.kind])
+
+    def forward(self, stage: int, micro_batch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        self._spend(Action("F", stage, micro_batch))
+        assert [each.item() for each in inputs] == [float(100 * micro_batch + stage)]
+        return [] if stage == self.last else [(inputs[0].detach() + 1.0).requires_grad_()]
+
+    def backward(self, action: Action, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        self._spend(action)
+        if action.stage == self.last:
+            return [torch.tensor(float(action.micro_batch))]
+        assert [each.item() for each in gradients if each is not None] == [float(action.micro_batch)]
+        return [gradients[0]]
+
+    def backward_weights(self, stage: int, micro_batch: int) -> None:
+        self._spend(Action("W", stage, micro_batch))
+
+    def gradients_complete(self, stage: int) -> None:
+        self.done.append(Action("R", stage))
+
+    def update(self, stage: int, micro_batch: int) -> None:
+        self.done.append(Action("U", stage, micro_batch))
+
+
+def run_schedule(
+    world: World, spec: str, micro_batches: int, seconds: dict[str, float], kill_at: int = -1
+) -> tuple[float, list[Action]]:
+    """The time of one rank from its first action to its last, and the actions."""
+    placement = PipelinePlacement(build_schedule(spec), (1,) * world.size)
+    compute = TimedCompute(world, seconds, placement.stages - 1, kill_at)
+    executor = PipelineExecutor(
+        chain(placement.stages), placement, world.group().transport, compute, torch.device("cpu")
+    )
+    executor.spans = []
+    actions = list(placement.schedule.actions(world.rank, placement.setting(micro_batches)))
+    executor.run(actions, lambda number: (torch.tensor(100.0 * number),), step=3)
+    executor.finish_sends()
+    return executor.spans[-1].end - executor.spans[0].start, compute.done
+
+
+TABLE = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.1088),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576),
+]
+"""Ranks, micro-batches, times of F, I, W and a transfer in ms; bubble rates of 1F1B and ZB-H1: Tables 5 and 9 of
+Qi et al., *Zero Bubble Pipeline Parallelism* (2024)."""
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"p{row[0]}-m{row[1]}-F{row[2]}")
+def test_bubble_rates_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
+    ranks, micro_batches = row[:2]
+    forward, inputs, weights, transfer = (each / 1000 for each in row[2:6])
+    seconds = {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
+    network = sl.Network(latency=transfer, bandwidth=1e15)
+    work = micro_batches * (forward + inputs + weights)
+    for spec, expected in (("1f1b", row[6]), ("zero_bubble", row[7])):
+        run = partial(run_schedule, spec=spec, micro_batches=int(micro_batches), seconds=seconds)
+        found = sl.simulate(run, int(ranks), network)
+        cost = max(time for time, _ in found.results)
+        assert round(1.0 - work / cost, 4) == expected
+
+
+SPECS = ("gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv")
+UNIT = dict.fromkeys("FBIW", 0.001)
+UNBUFFERED = sl.Network(latency=0.0005, bandwidth=1e9, eager=0)
+"""Every send waits until its receive is posted."""
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_order_of_messages_deadlocks(spec: str) -> None:
+    def check(seed: int) -> None:
+        found = sl.simulate(
+            lambda world: run_schedule(world, spec, 4 + 2 * (seed % 3), UNIT),
+            2 + seed % 3,
+            UNBUFFERED,
+            seed=seed,
+            chaos=True,
+        )
+        stages = sum(len({action.stage for action in done}) for _, done in found.results)
+        assert stages == (2 + seed % 3) * build_schedule(spec).stages_per_rank
+
+    hunt_cases(check, seeds(12), f"test_no_order_of_messages_deadlocks({spec!r}), seed {{seed}}")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_survivor_names_the_lost_rank(spec: str) -> None:
+    """Rank 1 of 3 is killed at each of its actions. The others end with an error that names it."""
+    schedule = build_schedule(spec)
+    actions = list(schedule.actions(1, PipelinePlacement(schedule, (1, 1, 1)).setting(4)))
+    kill_points = [number for number, action in enumerate(actions) if action.kind != "R"]
+    for victim in kill_points:
+
+        def run(world: World, victim: int = victim) -> object:
+            return run_schedule(world, spec, 4, UNIT, kill_at=victim if world.rank == 1 else -1)
+
+        found = sl.simulate(run, 3, UNBUFFERED, return_exceptions=True)
+        assert found.killed == (1,)
+        for rank in (0, 2):
+            result = found.results[rank]
+            if isinstance(result, PeerLostError):
+                assert result.peer == 1, result
+                assert "stage" in str(result)
+                assert "micro-batch" in str(result)
+            else:  # it needed nothing more of rank 1
+                assert isinstance(result, tuple)
+        sends = any(action.kind in "FBI" for action in actions[victim + 1 :])
+        assert not sends or any(isinstance(found.results[rank], PeerLostError) for rank in (0, 2))

@@ -1,0 +1,352 @@
+"""Pipelines with activation recomputation, mixed precision, frozen layers, uneven data, and bad arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import syncline as sl
+from syncline.errors import DivergedError, IncompatibleError, SpecError
+from syncline.parallel.partition import StagePartition
+from syncline.parallel.player import StageCost, play
+from syncline.parallel.schedules import PipelineSetting, build_schedule
+from syncline.parallel.stage_runner import MicroBatch, StageRunner
+from syncline.world import World
+from tests.parallel.models import MODELS, ModelCase, loss_of
+
+Weights = dict[str, Tensor]
+
+
+def train(world: World, case: ModelCase, steps: int = 3, **options: Any) -> tuple[list[float], Weights]:
+    """Losses, and the weights and buffers at the end."""
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    cuts = {1: (), 2: case.cuts[1:2], 4: case.cuts}[world.size]
+    run = sl.pipeline(model, optimizer, loss_of, **{"stages": cuts, "microbatches": 4, **options})
+    losses = [run.step(*case.batch(10, step)).item() for step in range(steps)]
+    run.close()
+    return losses, {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def same(one: tuple[list[float], Weights], other: tuple[list[float], Weights]) -> None:
+    """The same bits."""
+    assert one[0] == other[0]
+    assert all(torch.equal(one[1][name], other[1][name]) for name in other[1])
+
+
+@pytest.mark.parametrize("model", ["unet", "dropout"])
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+def test_recomputed_activations_change_nothing(model: str, recompute: str) -> None:
+    case = MODELS[model]
+    expected = sl.simulate(lambda world: train(world, case), 2).results[0]
+    for found in sl.simulate(lambda world: train(world, case, recompute=recompute), 2).results:
+        same(found, expected)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_dropout_does_not_depend_on_the_schedule(schedule: str) -> None:
+    case = MODELS["dropout"]
+    expected = sl.simulate(lambda world: train(world, case), 2).results[0]
+    found = sl.simulate(lambda world: train(world, case, schedule=schedule), 2).results[0]
+    assert found[0] == expected[0]
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_batch_norm_statistics_are_those_of_the_whole_batch(recompute: str) -> None:
+    """The first layer's statistics do not depend on the normalisation of layers before it."""
+    case = MODELS["batch norm"]
+    model = case.model()
+    x, y = case.batch(10, 0)
+    loss_of(model(x), y)
+    first = model.get_submodule("0").state_dict()
+    expected = {name: each.clone() for name, each in first.items() if "running" in name}
+    for _, found in sl.simulate(lambda world: train(world, case, steps=1, recompute=recompute), 2).results:
+        assert int(found["0.1.num_batches_tracked"]) == 1
+        for name, value in expected.items():
+            torch.testing.assert_close(found[f"0.{name}"], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(9, [3, 2, 2, 2]), (3, [3]), (2, [2])])
+def test_micro_batches_of_batch_norm_have_two_samples(samples: int, sizes: list[int]) -> None:
+    """As the whole batch has. Batch norm refuses one value for a channel."""
+    case = MODELS["batch norm"]
+
+    def cut(world: World) -> list[int]:
+        model = case.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: list[int] = []
+
+        def loss(output: Tensor, labels: Tensor) -> Tensor:
+            found.append(len(labels))
+            return loss_of(output, labels)
+
+        with sl.pipeline(model, optimizer, loss, stages=["4"], microbatches=4) as run:
+            run.step(*case.batch(samples, 0))
+        return found
+
+    assert sl.simulate(cut, 2).results == ([], sizes)
+
+
+def test_a_grad_scaler_skips_a_step_on_all_stages() -> None:
+    case = MODELS["mlp"]
+
+    def run_scaled(world: World) -> tuple[Weights, float, Weights]:
+        model = case.model().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts, microbatches=2, scaler=scaler, clip_norm=100.0)
+        x, y = case.batch(8, 0)
+        run.step(x.float(), y)
+        with run.agreed():
+            before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        run.step(x.float() * math.inf, y)  # NaN in the loss: nobody steps
+        run.close()
+        return before, float(scaler.get_scale()), {name: each.detach() for name, each in model.named_parameters()}
+
+    model = case.model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = case.batch(8, 0)
+    torch.autograd.backward(loss_of(model(x.float()), y))
+    optimizer.step()
+    for before, scale, after in sl.simulate(run_scaled, 4).results:
+        assert scale == 512.0
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(before[name], value.detach(), rtol=1e-5, atol=1e-6)
+            assert torch.equal(before[name], after[name])
+
+
+def test_autocast_reaches_all_stages() -> None:
+    case = MODELS["mlp"]
+
+    def run_autocast(world: World) -> float:
+        model = case.model().float()
+        run = sl.pipeline(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), loss_of, stages=case.cuts, microbatches=2
+        )
+        x, y = case.batch(8, 0)
+        losses = []
+        for _ in range(12):
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(run.step(x.float(), y).item())
+        assert losses[-1] < losses[0]
+        return losses[-1]
+
+    assert len(set(sl.simulate(run_autocast, 4).results)) == 1
+
+
+def test_a_stage_may_be_frozen_or_have_no_parameters() -> None:
+    def run_frozen(world: World) -> Weights:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        run = sl.pipeline(model, optimizer, loss_of, stages=["1", "2", "3"], microbatches=2, clip_norm=1.0)
+        for step in range(3):
+            torch.manual_seed(step)
+            run.step(torch.randn(6, 4), torch.randint(2, (6,)))
+        run.close()
+        return {name: each.detach() for name, each in model.named_parameters()}
+
+    alone = sl.simulate(lambda world: train_frozen_alone(), 1).results[0]
+    for weights in sl.simulate(run_frozen, 4).results:
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+def train_frozen_alone() -> Weights:
+    """The same without a pipeline."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    for step in range(3):
+        torch.manual_seed(step)
+        x, y = torch.randn(6, 4), torch.randint(2, (6,))
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(model(x), y))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: each.detach() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("samples", [48, 53])
+def test_a_loader_is_shared_by_the_replicas(samples: int) -> None:
+    """All samples are trained once, also if the replicas have different numbers of batches."""
+    x = torch.arange(samples, dtype=torch.float32).view(-1, 1)
+
+    def run_epochs(world: World) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        run = sl.pipeline(model, optimizer, nn.functional.mse_loss, stages=["1"], microbatches=2)
+        seen = []
+        for _ in range(2):
+            for batch, target in run.shard(DataLoader(TensorDataset(x, x), batch_size=8, shuffle=True)):
+                run.step(batch, target)
+                seen += batch.view(-1).int().tolist()
+            scheduler.step()
+        run.close()
+        return seen
+
+    found = sl.simulate(run_epochs, 4).results
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    assert sorted(found[0] + found[1]) == sorted([*range(samples), *range(samples)])
+
+
+def refused(words: str, kind: type[Exception] = IncompatibleError, ranks: int = 2, **options: Any) -> None:
+    """Every rank refuses the options with a message that has these words."""
+
+    def attempt(world: World) -> str:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(kind) as caught:
+            sl.pipeline(model, optimizer, loss_of, **{"stages": ["2"], **options})
+        return str(caught.value)
+
+    for message in sl.simulate(attempt, ranks).results:
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "options"),
+    [
+        ("more than the model can be split", SpecError, {"stages": 8, "ranks": 8}),
+        ("cannot be divided evenly", SpecError, {"ranks": 3}),
+        ("did you mean", SpecError, {"stages": ["22"]}),
+        ("at its own pace", IncompatibleError, {"strategy": "ssp"}),
+        ("evaluates the models of all workers", IncompatibleError, {"strategy": "ensemble"}),
+        ("no gradients of the whole model", IncompatibleError, {"schedule": "pipedream", "clip_norm": 1.0}),
+        ("keeps none", IncompatibleError, {"schedule": "zero_bubble", "recompute": "always"}),
+        ("autograd graph", IncompatibleError, {"schedule": "zero_bubble", "compile": True}),
+        (
+            "same number of workers for every stage",
+            SpecError,
+            {"schedule": "zero_bubble", "ranks": 3, "stages": StagePartition(("2",), (2, 1))},
+        ),
+        ("a norm above 0", SpecError, {"clip_norm": -1.0}),
+        ("one of 'always'", SpecError, {"recompute": "sometimes"}),
+        ("whole number", SpecError, {"microbatches": 0}),
+    ],
+)
+def test_what_cannot_work_is_refused(words: str, kind: type[Exception], options: dict[str, Any]) -> None:
+    refused(words, kind, **options)
+
+
+def test_gradients_that_are_not_finite_name_the_worker() -> None:
+    """By its number among all workers, not among those of its stage."""
+
+    def attempt(world: World) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.pipeline(model, optimizer, loss_of, stages=["1"], microbatches=2, check_finite=True)
+        x = torch.full((4, 2), math.nan) if world.rank % 2 else torch.ones(4, 2)
+        with pytest.raises(DivergedError) as caught:
+            run.step(x, torch.zeros(4, dtype=torch.int64))
+        return str(caught.value)
+
+    found = sl.simulate(attempt, 4).results
+    for stage in (0, 1):
+        for message in found[2 * stage : 2 * stage + 2]:
+            assert f"in the gradients of rank {2 * stage + 1}: {stage}.bias" in message
+
+
+def test_wrong_batches_are_refused_with_their_shapes() -> None:
+    def attempt(world: World) -> list[str]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        run = sl.pipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, stages=["1"], microbatches=2)
+        messages = []
+        for x, y in ((torch.ones(4, 2), torch.zeros(3)), (torch.ones(0, 2), torch.zeros(0)), ("text", None)):
+            with pytest.raises(IncompatibleError) as caught:
+                run.step(x, y)
+            messages.append(str(caught.value))
+        if world.rank == 1:
+            with pytest.raises(IncompatibleError, match="needs no gradient"), torch.no_grad():
+                StageRunner(run.graph, loss_of, lambda number: MicroBatch((), torch.zeros(2).long(), 1.0, 1.0)).forward(
+                    1, 0, [torch.ones(2, 2)]
+                )
+        with pytest.raises(IncompatibleError, match="split over workers"):
+            model(torch.ones(1, 2))
+        run.close()
+        return messages
+
+    first, second, third = sl.simulate(attempt, 2).results[0]
+    assert "[4, 2]" in first
+    assert "[3]" in first
+    assert "no samples" in second
+    assert "tensors" in third
+
+
+@pytest.mark.parametrize("model", ["dropout", "batch norm"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_stages_on_four_ranks_equal_those_on_one(model: str, schedule: str) -> None:
+    """Random numbers and the normalisation of micro-batches depend on the stages, not on who computes them."""
+    case = MODELS[model]
+    alone = sl.simulate(lambda world: train_stages(world, case, "interleaved(chunks=4)"), 1).results[0]
+    for losses, weights in sl.simulate(lambda world: train_stages(world, case, schedule), 4).results:
+        assert losses == pytest.approx(alone[0], rel=1e-6)
+        for name, value in alone[1].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+
+
+def train_stages(world: World, case: ModelCase, schedule: str) -> tuple[list[float], Weights]:
+    """Training with four stages, on any number of ranks."""
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts, schedule=schedule, microbatches=4)
+    losses = [run.step(*case.batch(17, step)).item() for step in range(3)]
+    run.close()
+    return losses, {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv", "pipedream"])
+def test_measured_peak_of_activations_is_the_predicted_one(schedule: str) -> None:
+    ranks = 2
+    plan = build_schedule(schedule)
+    predicted = play(plan, PipelineSetting(ranks, 8), StageCost(0.01, 0.01, 0.01)).peak_activations
+
+    def measure(world: World) -> int:
+        model = MODELS["mlp"].model()
+        cuts = ["2", "4", "6"] if plan.stages_per_rank == 2 else ["4"]
+        run = sl.pipeline(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, stages=cuts, schedule=schedule, microbatches=8
+        )
+        for step in range(2):
+            run.step(*MODELS["mlp"].batch(8, step))
+        run.close()
+        return run.peak_activations
+
+    assert list(sl.simulate(measure, ranks).results) == list(predicted)
+
+
+def test_ranks_with_other_optimizers_are_refused() -> None:
+    def attempt(world: World) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + world.rank)
+        with pytest.raises(IncompatibleError) as caught:
+            sl.pipeline(model, optimizer, loss_of, stages=["1"])
+        return str(caught.value)
+
+    assert all("optimizers" in message for message in sl.simulate(attempt, 2).results)
+
+
+def test_a_nan_names_the_rank_and_the_parameter() -> None:
+    def attempt(world: World) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.pipeline(model, optimizer, nn.functional.mse_loss, stages=["1"], microbatches=2, check_finite=True)
+        with pytest.raises(DivergedError) as caught:
+            run.step(torch.full((4, 2), math.nan), torch.ones(4, 2))
+        return str(caught.value)
+
+    for message in sl.simulate(attempt, 2).results:
+        assert "NaN" in message
+        assert "weight" in message

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from syncline.bench.live import open_feed
+from syncline.cli.bench import BENCHES
 from syncline.cli.main import COMMANDS, main
 
 HEAVY = {"torch", "numpy", "numba", "scipy", "sklearn", "zmq"}
@@ -44,7 +45,7 @@ def check_all(race: str, run: str) -> None:
     sys.modules["matplotlib"] = None  # type: ignore[assignment] # it imports numpy; the report goes without pictures
     for command in COMMANDS:
         check(command, "--help")
-    for bench in ("collectives", "network", "step", "teams", "codecs", "server", "stragglers", "negotiation", "start"):
+    for bench in BENCHES:
         check("bench", bench, "--help")
     check("lint", "--rules")
     check("lint", run, code=1)

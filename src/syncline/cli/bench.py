@@ -13,6 +13,8 @@ examples:
   syncline bench step --lab 2@1gbit --models mlp --trace       on slow links, with a trace of every rank
   syncline bench step --codec "none;topk(0.01)|quantize(4)" --lab 2,4,8 --rate 100mbit,1gbit --against ddp,ddp-fp16
                                                                the gain of codecs, in several labs
+  syncline bench pipeline -n 2 --schedule "1f1b;zero_bubble"   steps of pipelines, with what was predicted for them
+  syncline bench pipeline --help                               its options, with examples
   syncline bench server                                        push and pull compared with a bare echo
   syncline bench server --sweep -n 4 --size 40MB               the best number of servers for this cluster
   syncline bench elastic -n 4 --seconds 60 --kill-every 15     a job that loses a worker every 15 seconds
@@ -29,14 +31,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from syncline.bench.measuring import parse_sizes
 from syncline.bench.stragglers import SCENARIOS, StragglersPlan
-from syncline.cli import bench_elastic, bench_server, bench_step
+from syncline.cli import bench_elastic, bench_pipeline, bench_server, bench_step
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
@@ -55,6 +57,8 @@ class _BenchCommand:
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Path], int]
     for_users: bool = True
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """What to write instead of options of other tools."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, bench in BENCHES.items():
         # A command without a help text is not listed.
         options: dict[str, Any] = {"help": bench.help} if bench.for_users else {}
-        command = what.add_parser(name, **options)
+        command = what.add_parser(name, hints=bench.hints, **options)
         bench.configure(command)
         command.add_argument("--out", type=Path, help="folder for the samples and the plot")
 
@@ -321,6 +325,12 @@ BENCHES = {
     ),
     "codecs": _BenchCommand("every codec compared with memcpy, in this process", _configure_codecs, _run_codecs),
     "step": _BenchCommand("training steps compared with those of other libraries", bench_step.configure, _run_step),
+    "pipeline": _BenchCommand(
+        "pipeline schedules compared with their predictions",
+        bench_pipeline.configure,
+        bench_pipeline.run,
+        hints=bench_pipeline.HINTS,
+    ),
     "server": _BenchCommand("the parameter server compared with a bare echo", bench_server.configure, bench_server.run),
     "elastic": _BenchCommand("a job that loses workers and goes on", bench_elastic.configure, bench_elastic.run),
     "stragglers": _BenchCommand(

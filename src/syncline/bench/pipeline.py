@@ -1,0 +1,626 @@
+"""`syncline bench pipeline`: compares pipeline schedules with what was predicted for them. Each rank runs this module.
+
+All contenders are in the same processes, with the same weights and batches, and take turns step by step as in
+`bench/step.py`. Before, the ranks measure the network and profile the model. After the last turn the weights are
+compared with those of one process.
+
+The bubble of a step is measured by the formula of the prediction: largest cost and longest busy time of a worker, where
+the cost lasts from the start of its first action to the end of its last one::
+
+    worker 0   ├F0┤├F1┤············├B0┤├B1┤         busy: the sum of the actions
+               ◄────────── cost ──────────►         bubble = (max. cost − max. busy) ÷ max. cost
+
+Everything else is in the bubble: waiting, and the work for messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.bench.measuring import Summary, describe_place, over_ranks, quiet_machine, ratios, summarize
+from syncline.bench.pipeline_contenders import (
+    DATA_PARALLEL,
+    ONE_PROCESS,
+    TORCH,
+    DataParallel,
+    OneProcess,
+    PipelineContender,
+    ScheduleContender,
+    TorchContender,
+    bench_model,
+    loss_of,
+    make_optimizer,
+)
+from syncline.bench.pipeline_prediction import PipelineCosts, PipelinePrediction, measure_costs, predict_pipeline
+from syncline.bench.race.runner import parse_network
+from syncline.bench.step import WARM_UP_STEPS, describe_link, measure_link
+from syncline.collectives.channel import barrier
+from syncline.costs import calibrate
+from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.gantt import draw
+from syncline.parallel.partition import StagePartition, balanced, pipedream
+from syncline.parallel.placement import PipelinePlacement
+from syncline.parallel.schedules import Action, PipelineSchedule, build_schedule
+from syncline.parallel.splitting import layer_names, split
+from syncline.transports import Network
+from syncline.world import World, broadcast_object, init, simulate
+
+__all__ = ["PipelinePlan", "gantt", "measure", "measure_simulated", "pipeline_table"]
+
+AUTO = "auto"
+SIMULATED_WARM_UP = 1
+"""The first simulated step has other messages, because the ranks do not know their lengths."""
+MAX_DIFFERENCE = 1e-3
+"""Of the weights, relative to the distance that they have moved. Rounding makes some 1e-6 a step."""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The options of the benchmark."""
+
+    out: str
+    schedules: list[str] = field(default_factory=lambda: ["1f1b"])
+    model: str = "mlp"
+    width: int = 512
+    layers: int = 8
+    batch: int = 512
+    """Samples of a step, of all workers together."""
+    microbatches: int = 8
+    """Of each pipeline."""
+    stages: str = ""
+    """Their number, the names of the modules with which they begin, or "auto". Empty: as many as pipeline ranks."""
+    replicas: str = ""
+    """Workers of each stage: one number, or one for each stage, such as 3-1."""
+    against: list[str] = field(default_factory=list)
+    repeats: int = 5
+    turns: int = 20
+    simulate: str = ""
+    """The simulated network."""
+
+    @property
+    def contenders(self) -> list[str]:
+        """Names of all contenders."""
+        return [*self.schedules, ONE_PROCESS, DATA_PARALLEL, *([TORCH] if self.against else [])]
+
+    @property
+    def cut_names(self) -> tuple[str, ...]:
+        """The cuts, if they are given by name."""
+        named = self.stages not in ("", AUTO) and not re.fullmatch(r"-?\d+", self.stages)
+        return tuple(part.strip() for part in self.stages.split(",") if part.strip()) if named else ()
+
+    def check(self, workers: int) -> None:
+        """Refuse impossible settings with a sentence, before a process starts."""
+        for option, number in (
+            ("width", self.width),
+            ("layers", self.layers),
+            ("batch", self.batch),
+            ("microbatches", self.microbatches),
+            ("rounds", self.repeats),
+            ("turns", self.turns),
+        ):
+            if number < 1:
+                raise SpecError(f"--{option} {number}: at least 1")
+        if workers < 2:
+            raise SpecError(f"-n {workers}: give at least 2 ranks")
+        if self.batch % workers:
+            raise SpecError(
+                f"--batch {self.batch}: {workers} workers of data parallelism cannot divide it evenly; take a multiple "
+                f"of {workers}"
+            )
+        if self.simulate:
+            parse_network(self.simulate)
+        with torch.device("meta"):
+            model = bench_model(self.model, self.width, self.layers, self.batch).model()
+        for spec in self.schedules:
+            self._check_schedule(build_schedule(spec), workers, model)
+        self._check_against(workers)
+
+    def _check_schedule(self, schedule: PipelineSchedule, workers: int, model: nn.Module) -> None:
+        replicas = self.replicas_for(schedule, workers)
+        if replicas is None:
+            if schedule.stages_per_rank > 1 or not schedule.unequal_replicas:
+                raise IncompatibleError(
+                    f"--stages auto may give each stage another number of workers, which {schedule!r} cannot use: take "
+                    "1f1b, gpipe or pipedream, or give --stages a number"
+                )
+            return
+        placement = PipelinePlacement(schedule, replicas)
+        count = schedule.microbatches or self.microbatches
+        placement.check(count)
+        parts = replicas[0] * count
+        if self.batch % parts:
+            raise SpecError(
+                f"--batch {self.batch}: {count} micro-batches of {replicas[0]} workers of the first stage cannot "
+                f"divide it evenly; take a multiple of {math.lcm(workers, parts)}"
+            )
+        names = layer_names(model, stages=placement.stages)
+        if self.cut_names:
+            StagePartition(self.cut_names, (1,) * placement.stages).check(names)
+            split(model, self.cut_names)
+
+    def _check_against(self, workers: int) -> None:
+        if not self.against:
+            return
+        if self.against != ["torch"]:
+            raise SpecError(f"--against {','.join(self.against)}: the only baseline is torch")
+        if self.simulate:
+            raise IncompatibleError("--against torch runs on gloo: leave --simulate out")
+        if self.replicas_for(build_schedule("1f1b"), workers) != (1,) * workers:
+            raise IncompatibleError(
+                f"--against torch: its 1F1B reduces nothing between replicas; use {workers} stages, one for each worker"
+            )
+        if self.microbatches < workers:
+            raise IncompatibleError(
+                f"--against torch: its 1F1B needs at least as many micro-batches as stages; give --microbatches "
+                f"{workers} or more"
+            )
+
+    def replicas_for(self, schedule: PipelineSchedule, workers: int) -> tuple[int, ...] | None:
+        """The workers of each pipeline rank; None if the partitioner decides."""
+        chunks = schedule.stages_per_rank
+        if self.stages == AUTO:
+            if self.replicas:
+                raise IncompatibleError("--stages auto chooses the replicas, too: leave --replicas out")
+            return None
+        given = self._given_replicas()
+        if self.cut_names:
+            stages = len(self.cut_names) + 1
+        elif self.stages:
+            stages = int(self.stages)
+        else:
+            stages = chunks * (len(given) if len(given) > 1 else workers // (given or (1,))[0])
+        if stages < 1 or stages % chunks:
+            raise SpecError(
+                f"{stages} stages: {schedule!r} has {chunks} on each pipeline rank; take a multiple of {chunks}"
+            )
+        ranks = stages // chunks
+        each = given[0] if given else max(1, workers // ranks)
+        replicas = given if len(given) > 1 else (each,) * ranks
+        if len(replicas) != ranks or sum(replicas) != workers:
+            raise SpecError(
+                f"{stages} stages of {schedule!r} with {'-'.join(map(str, replicas))} workers, and there are {workers} "
+                f"workers for {ranks} pipeline ranks: change -n, --stages or --replicas"
+            )
+        return replicas
+
+    def _given_replicas(self) -> tuple[int, ...]:
+        if not self.replicas:
+            return ()
+        try:
+            found = tuple(int(part) for part in self.replicas.split("-"))
+        except ValueError:
+            found = (0,)
+        if min(found) < 1:
+            raise SpecError(f"--replicas {self.replicas}: workers of each stage, as in 2, or 3-1 for two stages")
+        return found
+
+
+def measure(plan: PipelinePlan) -> None:
+    """Run the benchmark on this rank; rank 0 writes the results to `plan.out`."""
+    lab = os.environ.get("SYNCLINE_LAB", "")
+    with init(transport="torch_dist") as world, quiet_machine(), ExitStack() as stack:
+        if plan.against:
+            from syncline.bench.baselines import process_group
+
+            stack.enter_context(process_group(world))
+        link = measure_link(world, lab)
+        document = _Comparison(world, plan, None).run()
+        if world.rank == 0:
+            about = {"hosts": list(world.hosts), "lab": lab, "link": link}
+            Path(plan.out).write_text(json.dumps({**document, **about}, indent=1))
+
+
+def measure_simulated(plan: PipelinePlan, workers: int) -> dict[str, Any]:
+    """Profile the model in this process, then run the benchmark on simulated ranks. Returns the document."""
+    with quiet_machine():
+        costs = _profile(plan, workers)
+        simulation = simulate(
+            lambda world: _Comparison(world, plan, costs).run(), workers, parse_network(plan.simulate)
+        )
+    document: dict[str, Any] = {**simulation.results[0], "hosts": [], "lab": "", "link": None}
+    Path(plan.out).write_text(json.dumps(document, indent=1))
+    return document
+
+
+def _profile(plan: PipelinePlan, workers: int) -> PipelineCosts:
+    model, batch = _first_model(plan), _batch(plan, 0)
+    built = [build_schedule(spec) for spec in plan.schedules]
+    shares = [plan.replicas_for(schedule, workers) or (1,) for schedule in built]
+    counts = [schedule.microbatches or plan.microbatches for schedule in built]
+    micro_batch = max(1, plan.batch // (shares[0][0] * counts[0]))
+    return measure_costs(
+        model,
+        batch,
+        loss_of,
+        make_optimizer,
+        micro_batch=micro_batch,
+        share=plan.batch // workers,
+        splits=any(schedule.splits_backward for schedule in built),
+    )
+
+
+def _first_model(plan: PipelinePlan) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return bench_model(plan.model, plan.width, plan.layers, plan.batch).model()
+
+
+def _batch(plan: PipelinePlan, turn: int) -> tuple[Tensor, Tensor]:
+    draw = bench_model(plan.model, plan.width, plan.layers, plan.batch).batch
+    return draw(torch.Generator().manual_seed(turn))
+
+
+@dataclass
+class _PipelineRecord:
+    """A schedule, where it runs, and what was measured of it on this rank."""
+
+    placement: PipelinePlacement
+    partition: StagePartition
+    micro_batches: int
+    prediction: PipelinePrediction
+    costs_s: list[float] = field(default_factory=list)
+    """For each turn, the seconds from the start of the first action to the end of the last one."""
+    busy_s: list[float] = field(default_factory=list)
+    spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
+    """For each turn, the actions with their start and end. Zero is when the step began on this rank."""
+    began_s: list[float] = field(default_factory=list)
+    """For each turn, the time of the step's beginning on this rank's clock."""
+
+
+class _Comparison:
+    """All contenders, and their times."""
+
+    def __init__(self, world: World, plan: PipelinePlan, costs: PipelineCosts | None) -> None:
+        """`costs` are those of a simulation. None: they are measured."""
+        self.world, self.plan = world, plan
+        self.simulated = costs is not None
+        self.signals = world.group()
+        self.network = self._measure_network()
+        self.costs = self._measure_costs() if costs is None else costs
+        self.first = _first_model(plan)
+        self.records = {spec: self._record(build_schedule(spec)) for spec in plan.schedules}
+        self.contenders = {name: self._contender(name) for name in plan.contenders}
+        self.times: dict[str, list[float]] = {name: [] for name in self.contenders}
+
+    def run(self) -> dict[str, Any]:
+        """Measure; return the document."""
+        plan = self.plan
+        warm_up = SIMULATED_WARM_UP if self.simulated else WARM_UP_STEPS
+        for number in range(warm_up):
+            self._turn(number)
+        self._forget()
+        before = {name: each.sent_bytes for name, each in self.contenders.items()}
+        turns = plan.repeats * plan.turns
+        for number in range(turns):
+            self._turn(warm_up + number)
+            if (number + 1) % plan.turns == 0:
+                self._say(f"repeat {(number + 1) // plan.turns} of {plan.repeats}")
+        channel = self.signals.channel
+        self.times = {name: over_ranks(channel, own, "max") for name, own in self.times.items()}
+        sent = {name: (each.sent_bytes - before[name]) / turns for name, each in self.contenders.items()}
+        rows = [self._row(name, self._from_all(sent[name])) for name in self.contenders]
+        for row, difference in zip(rows, self._differences(), strict=True):
+            row["difference"] = difference
+        return {
+            "kind": "pipeline",
+            "ranks": self.world.size,
+            "simulated": plan.simulate,
+            "plan": asdict(plan),
+            "about": bench_model(plan.model, plan.width, plan.layers, plan.batch).about,
+            "network": _describe_network(self.network),
+            "costs": asdict(self.costs),
+            "results": rows,
+        }
+
+    def _say(self, text: str) -> None:
+        if self.world.rank == 0 and not self.simulated:
+            print(text, file=sys.stderr, flush=True)
+
+    # Before the first step.
+
+    def _measure_network(self) -> Network:
+        known = self.world.transport.timing.network
+        return known or calibrate(self.world.everyone.channel).network()
+
+    def _measure_costs(self) -> PipelineCosts:
+        self._say("profiling the model")
+        barrier(self.signals.channel)
+        own = asdict(_profile(self.plan, self.world.size))
+        return PipelineCosts.mean(self._from_all(own))
+
+    def _from_all(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        return [broadcast_object(value, rank, group=self.signals) for rank in range(self.world.size)]
+
+    def _record(self, schedule: PipelineSchedule) -> _PipelineRecord:
+        partition = self._partition(schedule)
+        placement = PipelinePlacement(schedule, _rank_replicas(partition, schedule))
+        count = schedule.microbatches or self.plan.microbatches
+        prediction = predict_pipeline(self.costs, placement, partition, count, self.network)
+        return _PipelineRecord(placement, partition, count, prediction)
+
+    def _partition(self, schedule: PipelineSchedule) -> StagePartition:
+        """Where the model is cut: the same for all schedules with as many stages."""
+        profile, workers = self.costs.profile, self.world.size
+        replicas = self.plan.replicas_for(schedule, workers)
+        if replicas is None:
+            return pipedream(profile, workers, self.network.link(0, 1).bandwidth, overlap=False)
+        stages = len(replicas) * schedule.stages_per_rank
+        cuts = self.plan.cut_names or (balanced(profile, stages).cuts if stages > 1 else ())
+        return StagePartition(tuple(cuts), replicas * schedule.stages_per_rank)
+
+    def _contender(self, name: str) -> PipelineContender:
+        model = copy.deepcopy(self.first)
+        if name == ONE_PROCESS:
+            alone = OneProcess(name, self.world, model)
+            if self.simulated:
+                alone.charge(self.costs.profile.at_batch(self.plan.batch), self.costs.update_s)
+            return alone
+        if name == DATA_PARALLEL:
+            parallel = DataParallel(name, self.world, model)
+            if self.simulated:
+                share = self.plan.batch // self.world.size
+                parallel.charge(self.costs.profile.at_batch(share), self.costs.update_s)
+            return parallel
+        if name == TORCH:
+            partition = self._partition(build_schedule("1f1b"))
+            return TorchContender(name, self.world, model, partition, self.plan.microbatches)
+        record = self.records[name]
+        own = ScheduleContender(name, self.world, model, record.placement, record.partition, record.micro_batches)
+        if self.simulated:
+            own.charge(record.prediction)
+        return own
+
+    # Steps.
+
+    def _turn(self, number: int) -> None:
+        """One step of every contender."""
+        batch, now = _batch(self.plan, number), self.world.runtime.now
+        for name in sorted(self.contenders, key=lambda name: random.Random(f"{number} {name}").random()):
+            contender = self.contenders[name]
+            barrier(self.signals.channel)
+            start = now()
+            contender.step(batch)
+            self.times[name].append(now() - start)
+            if isinstance(contender, ScheduleContender):
+                self._note_spans(self.records[name], contender, start)
+
+    def _note_spans(self, record: _PipelineRecord, contender: ScheduleContender, start: float) -> None:
+        spans = [span for span in contender.take_spans() if span.action.kind in "FBIW"]
+        record.began_s.append(start)
+        record.costs_s.append(spans[-1].end - spans[0].start if spans else 0.0)
+        record.busy_s.append(sum(span.end - span.start for span in spans))
+        every = contender.take_spans()
+        record.spans.append([(str(span.action), span.start - start, span.end - start) for span in every])
+
+    def _forget(self) -> None:
+        """What was measured until now was the warm-up."""
+        for own in self.times.values():
+            own.clear()
+        for record in self.records.values():
+            for kept in (record.costs_s, record.busy_s, record.spans, record.began_s):
+                kept.clear()
+
+    # Afterwards.
+
+    def _row(self, name: str, sent: list[float]) -> dict[str, Any]:
+        own, alone = self.times[name], self.times[ONE_PROCESS]
+        row = {
+            "contender": name,
+            "seconds": own,
+            "time": asdict(summarize(own)),
+            "speedup": asdict(ratios(alone, own)),
+            "to_torch": asdict(ratios(own, self.times[TORCH])) if TORCH in self.times else None,
+            "sent_bytes": None if name == TORCH else sent,
+        }
+        return {**row, "pipeline": self._pipeline_row(name) if name in self.records else None}
+
+    def _pipeline_row(self, name: str) -> dict[str, Any]:
+        record, contender, channel = self.records[name], self.contenders[name], self.signals.channel
+        assert isinstance(contender, ScheduleContender)
+        costs, busy = (over_ranks(channel, own, "max") for own in (record.costs_s, record.busy_s))
+        bubbles = [(one - other) / one for one, other in zip(costs, busy, strict=True)]
+        prediction, times = record.prediction, self.times[name]
+        middle = sorted(range(len(times)), key=times.__getitem__)[len(times) // 2]
+        return {
+            "cuts": list(record.partition.cuts),
+            "replicas": list(record.placement.replicas),
+            "micro_batches": record.micro_batches,
+            "predicted": {
+                "step_s": prediction.step_s,
+                "pipeline_s": prediction.pipeline_s,
+                "bubble": prediction.bubble,
+                "peak_activations": list(prediction.peak_activations),
+                "stages": [asdict(stage) for stage in prediction.stages],
+                "actions": [[each.rank, str(each.action), each.start_s, each.end_s] for each in prediction.actions],
+            },
+            "bubbles": bubbles,
+            "bubble": asdict(summarize(bubbles)),
+            "peak_activations": self._from_all(contender.run.peak_activations),
+            "actions": self._actions(record, middle),
+        }
+
+    def _actions(self, record: _PipelineRecord, turn: int) -> list[list[Any]]:
+        """The actions of all ranks in a turn. On one machine all ranks have one clock, else the barrier is zero."""
+        one_clock = self.simulated or len(set(self.world.hosts)) == 1 or bool(os.environ.get("SYNCLINE_LAB"))
+        began = self._from_all(record.began_s[turn])
+        spans = self._from_all([list(span) for span in record.spans[turn]])
+        shift = [each - min(began) if one_clock else 0.0 for each in began]
+        return [
+            [rank, action, start + shift[rank], end + shift[rank]]
+            for rank, own in enumerate(spans)
+            for action, start, end in own
+        ]
+
+    def _differences(self) -> list[float | None]:
+        """How far the weights of each contender are from those of one process, as a share of their way.
+
+        None for a schedule that computes something else: it updates the weights after each micro-batch.
+        """
+        for contender in self.contenders.values():
+            contender.close()
+        alone, start = (list(each.parameters()) for each in (self.contenders[ONE_PROCESS].model, self.first))
+        way = _distance(alone, start) or 1.0
+        found: list[float | None] = []
+        for name, contender in self.contenders.items():
+            same = name not in self.records or self.records[name].placement.schedule.flushes
+            found.append(_distance(list(contender.model.parameters()), alone) / way if same else None)
+        self.signals.close()
+        return found
+
+
+def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    pairs = zip(one, other, strict=True)
+    return math.sqrt(sum(float((a.detach() - b.detach()).double().square().sum()) for a, b in pairs))
+
+
+def _rank_replicas(partition: StagePartition, schedule: PipelineSchedule) -> tuple[int, ...]:
+    return partition.replicas[: partition.stages // schedule.stages_per_rank]
+
+
+def _describe_network(network: Network) -> dict[str, float]:
+    return {name: getattr(network, name) for name in ("latency", "bandwidth", "per_message")}
+
+
+# The results as text and as a picture.
+
+
+def pipeline_table(document: dict[str, Any]) -> str:
+    """A table of step times, bubbles, activations and bytes, predicted and measured."""
+    plan, network = document["plan"], document["network"]
+    where = f"simulated, {document['simulated']}" if document["simulated"] else describe_place(document)
+    lines = [
+        f"pipelines of {document['ranks']} workers, {where}: {document['about']}",
+        f"{plan['repeats']} repeats of {plan['turns']} turns, paired; medians with 95 % intervals",
+        f"network: latency {1e6 * network['latency']:.0f} µs, {network['bandwidth'] / 1e6:.4g} MB/s, "
+        f"{1e6 * network['per_message']:.1f} µs per message",
+        *([describe_link(document["link"])] if document["link"] else []),
+        *dict.fromkeys(_describe_stages(document, row) for row in document["results"] if row["pipeline"]),
+        "",
+        *_table(document),
+        "",
+        *_remarks(document),
+    ]
+    return "\n".join(lines)
+
+
+def _describe_stages(document: dict[str, Any], row: dict[str, Any]) -> str:
+    """The stages of a row: cuts, replicas, micro-batches and the profiled times."""
+    own = row["pipeline"]
+    where = f"cut before {', '.join(own['cuts'])}" if own["cuts"] else "not cut"
+    times = " | ".join(
+        f"{1e3 * each['forward_s']:.3g} + {1e3 * (each['input_s'] + each['weight_s']):.3g}"
+        for each in own["predicted"]["stages"]
+    )
+    workers = "-".join(map(str, own["replicas"]))
+    return (
+        f"{len(own['cuts']) + 1} stages on {workers} workers, {where}; {own['micro_batches']} micro-batches, profiled "
+        f"forward + backward of one, ms: {times}"
+    )
+
+
+def _table(document: dict[str, Any]) -> Iterator[str]:
+    torch_too = any(row["to_torch"] for row in document["results"])
+    width = max(len(row["contender"]) for row in document["results"])
+    yield (
+        f"{'':{width}} {'step ms':>24} {'predicted':>9} {'÷ it':>5} {'bubble':>16} {'predicted':>9} "
+        f"{'peak activations':>17} {'sent MB':>8} {ONE_PROCESS + ' ÷ it':>21}"
+        + (f" {'÷ ' + TORCH:>21}" if torch_too else "")
+    )
+    for row in document["results"]:
+        own, step = row["pipeline"], Summary(**row["time"]).scaled(1e3)
+        cells = f"{row['contender']:{width}} {step.text('.4g'):>24}"
+        if own:
+            predicted, bubble = own["predicted"], Summary(**own["bubble"]).scaled(100)
+            cells += f" {1e3 * predicted['step_s']:9.4g} {step.median / 1e3 / predicted['step_s']:5.2f}"
+            cells += f" {_percent(bubble):>16} {100 * predicted['bubble']:7.1f} % {_peaks(own):>17}"
+        else:
+            cells += f" {'':9} {'':5} {'':>16} {'':9} {'':17}"
+        sent = f"{max(row['sent_bytes']) / 1e6:8.3f}" if row["sent_bytes"] is not None else f"{'':8}"
+        cells += f" {sent} {Summary(**row['speedup']).text('.3f'):>21}"
+        yield (cells + (f" {Summary(**row['to_torch']).text('.3f'):>21}" if torch_too else "")).rstrip()
+
+
+def _percent(bubble: Summary) -> str:
+    """A median in percent with its interval.
+
+    >>> _percent(Summary(11.12, 10.0, 12.52, 9)), _percent(Summary(11.12, None, None, 3))
+    ('11.1 % [10, 13]', '11.1 %')
+    """
+    interval = "" if bubble.low is None else f" [{bubble.low:.0f}, {bubble.high:.0f}]"
+    return f"{bubble.median:.1f} %{interval}"
+
+
+def _peaks(own: dict[str, Any]) -> str:
+    """The most live activations of each worker: once if they are as predicted.
+
+    >>> _peaks({"peak_activations": [2, 1], "predicted": {"peak_activations": [2, 1]}})
+    '2-1'
+    """
+    measured, predicted = ("-".join(map(str, each["peak_activations"])) for each in (own, own["predicted"]))
+    return measured if measured == predicted else f"{measured} NOT {predicted}"
+
+
+def _peaks_agree(own: dict[str, Any]) -> bool:
+    return bool(own["peak_activations"] == own["predicted"]["peak_activations"])
+
+
+def _remarks(document: dict[str, Any]) -> Iterator[str]:
+    rows = document["results"]
+    wrong = [row["contender"] for row in rows if row["pipeline"] and not _peaks_agree(row["pipeline"])]
+    yield f"peak activations: {f'NOT as predicted for {wrong}' if wrong else 'as predicted, for each worker'}"
+    compared = {row["contender"]: row["difference"] for row in rows if row["difference"] is not None}
+    far = {name: share for name, share in compared.items() if share > MAX_DIFFERENCE}
+    if far:
+        texts = ", ".join(f"{name} by {share:.2g}" for name, share in far.items())
+        yield f"weights afterwards: they DIFFER from those of one process, as a share of their way: {texts}"
+    else:
+        yield f"weights afterwards: those of one process, within {max(compared.values()):.1g} of their way"
+
+
+def gantt(document: dict[str, Any]) -> str:
+    """An SVG with a predicted and a measured panel for each schedule. The measured step is that of the median time."""
+    panels: dict[str, list[tuple[int, Action, float, float]]] = {}
+    for row in document["results"]:
+        own = row["pipeline"]
+        if own is None:
+            continue
+        predicted, median = own["predicted"], Summary(**row["time"]).median
+        for what, actions, seconds, bubble in (
+            ("predicted", predicted["actions"], predicted["step_s"], predicted["bubble"]),
+            ("measured", own["actions"], median, own["bubble"]["median"]),
+        ):
+            title = f"{row['contender']}, {what}: {1e3 * seconds:.4g} ms, bubble {100 * bubble:.1f} %"
+            panels[title] = [(rank, _read_action(text), start, end) for rank, text, start, end in actions]
+    return draw(panels)
+
+
+def _read_action(text: str) -> Action:
+    """An action from its text.
+
+    >>> _read_action("2F7"), _read_action("1R")
+    (Action(kind='F', stage=2, micro_batch=7), Action(kind='R', stage=1, micro_batch=-1))
+    """
+    match = re.fullmatch(r"(\d+)([FBIWRU])(\d*)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not an action")
+    kind: Any = match[2]
+    return Action(kind, int(match[1]), int(match[3])) if match[3] else Action(kind, int(match[1]))
+
+
+if __name__ == "__main__":
+    measure(PipelinePlan(**json.loads(sys.argv[1])))

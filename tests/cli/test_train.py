@@ -74,7 +74,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --on-failure restart", IncompatibleError, "syncline run --elastic MIN:MAX"),
         ("digits -n 2 --stages 2", SpecError, "there is no pipeline to divide; add --pipeline 1f1b"),
         ("digits -n 2 --pipeline gpip", SpecError, "did you mean 'gpipe'"),
-        ("digits -n 2 --pipeline 1f1b --stages 3", SpecError, "2 workers cannot be divided evenly"),
+        ("digits -n 2 --pipeline 1f1b --stages 3", SpecError, "must be a multiple of 3, and there are 2"),
         ("digits -n 2 --pipeline 1f1b --stages 9,", SpecError, "no module '9' to cut at"),
         ("digits -n 2 --pipeline 1f1b --stages none.json", SpecError, "none.json cannot be read"),
         ("digits -n 8 --pipeline 1f1b", IncompatibleError, "8 stages are more than the model can be split into"),

@@ -74,7 +74,7 @@ def test_cuts_of_a_partition_serve_other_numbers_of_workers() -> None:
 @pytest.mark.parametrize(
     ("stages", "ranks", "words"),
     [
-        (3, 4, "cannot be divided evenly"),
+        (3, 4, "must be a multiple of"),
         (StagePartition(("4",), (3, 1)), 3, "change its replicas"),
         ("no-such-file.json", 2, "no-such-file.json"),
         (1.5, 2, "a number of stages"),

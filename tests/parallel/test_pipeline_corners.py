@@ -220,7 +220,7 @@ def refused(words: str, kind: type[Exception] = IncompatibleError, ranks: int = 
     ("words", "kind", "options"),
     [
         ("more than the model can be split", SpecError, {"stages": 8, "ranks": 8}),
-        ("cannot be divided evenly", SpecError, {"ranks": 3}),
+        ("must be a multiple of", SpecError, {"ranks": 3}),
         ("did you mean", SpecError, {"stages": ["22"]}),
         ("at its own pace", IncompatibleError, {"strategy": "ssp"}),
         ("evaluates the models of all workers", IncompatibleError, {"strategy": "ensemble"}),

@@ -1,8 +1,8 @@
 """Running statistics of batch normalisation when a batch is computed in micro-batches.
 
 A layer normalises each micro-batch with the micro-batch's own mean and variance. Its running statistics are for
-evaluation and should be those of the whole batch. Updated after each micro-batch, they would forget m times as fast,
-and would leave out how much the means of the micro-batches differ.
+evaluation and should be those of the whole batch. Updated after each of m micro-batches, they would be
+averaged over m times fewer samples, and the variance between the means of the micro-batches would be lost.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ HEADER_BYTES = HEADER.nbytes
 MAX_BODY_BYTES = 1 << 36
 MAX_FREE_BYTES = 1 << 28
 """Bytes of frames that are kept for later messages."""
-SLOTS = 1 << 10
+MAX_TAGGED_MICRO_BATCHES = 1 << 10
 """Micro-batches whose messages have different tags. Messages of one tag arrive in order."""
 NOTHING = torch.Size((0,))
 """The shape of a body without elements."""
@@ -75,7 +75,7 @@ class Place:
     @cached_property
     def tag(self) -> int:
         """The tag of its messages."""
-        return self.number * SLOTS + self.micro_batch % SLOTS
+        return self.number * MAX_TAGGED_MICRO_BATCHES + self.micro_batch % MAX_TAGGED_MICRO_BATCHES
 
 
 @dataclass
@@ -247,7 +247,7 @@ class Boundary:
 
 
 class _Naming:
-    """A context in which errors about a lost rank say which value was under way."""
+    """A context in which errors about a lost rank say which value was being sent."""
 
     __slots__ = ("_peer", "_place", "_transport")
 
@@ -261,7 +261,7 @@ class _Naming:
         if isinstance(error, PeerLostError):
             text, peer = self._place.text, self._transport.members[self._peer]
             raise PeerLostError(
-                f"{error}; {text} was under way between this rank and rank {peer}",
+                f"{error}; {text} was being sent between this rank and rank {peer}",
                 peer=error.peer,
                 pending=text,
                 seconds=error.seconds,

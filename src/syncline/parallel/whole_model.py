@@ -26,7 +26,9 @@ __all__ = ["WholeModel"]
 
 
 class WholeModel:
-    """Takes the model of the user apart, and puts it together again. Every worker calls its methods."""
+    """Frees the parameters of other workers during training, and gathers them for evaluation and checkpoints.
+
+    Every worker calls its methods."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ from syncline.world import World, current_world
 __all__ = ["check_strategy", "default_micro_batches", "pipeline"]
 
 MICRO_BATCHES_PER_RANK = 4
-"""The default number of micro-batches for each pipeline rank: at most a fifth of the time is idle then."""
+"""The default number of micro-batches per pipeline rank. With equal stages the bubble of 1f1b is then below 1/5."""
 
 
 def pipeline(
@@ -65,12 +65,12 @@ def pipeline(
 ) -> PipelineRun:
     """Train `model` with its layers split over the workers of the current world. Every worker calls it.
 
-    Each batch is cut into `microbatches`, which pass through the stages as in an assembly line. `loss_fn(output, y)`
+    Each batch is cut into `microbatches`, which pass through the stages one after another. `loss_fn(output, y)`
     returns the mean loss of a micro-batch. `stages` says where the model is cut:
 
-    - a number of stages; they are balanced by measured time with `example`, one input of the model, or a tuple of
-      them; else by their numbers of parameters
-    - the names of the modules with which stages 1, 2, … begin, such as ["blocks.4", "blocks.8"]
+    - a number of stages; each worker of a pipeline has several of them with interleaved and zbv. They are balanced by
+      measured time with `example`, one input of the model, or a tuple of them; else by their numbers of parameters
+    - the names of the modules with which stages 1, 2, … begin, such as ["blocks.4"] for two stages
     - a `StagePartition`, or the path of its file
     - "auto": with `example` PipeDream's partition for this network, which may replicate stages; else as many stages as
       workers
@@ -109,6 +109,8 @@ def pipeline(
     cuts, replicas = choose_stages(model, stages, plan, everyone, example, loss_fn)
     graph = split(model, cuts, example=None if example is None else as_tuple(example), tracer=tracer)
     placement = PipelinePlacement(plan, replicas)
+    if microbatches is not None and plan.microbatches not in (None, microbatches):
+        raise SpecError(f"microbatches={microbatches}, and the schedule is {plan!r}: give the number once")
     wanted = microbatches or plan.microbatches or default_micro_batches(placement)
     placement.check(wanted)
     chosen = {
@@ -212,7 +214,7 @@ def _check_arguments(
     if microbatches is not None and (
         isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
     ):
-        raise SpecError(f"microbatches={microbatches!r}: a whole number, at least 1")
+        raise SpecError(f"microbatches must be a whole number, at least 1, not {microbatches!r}")
     if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
         raise SpecError(f"clip_norm={clip_norm!r}: a norm above 0, or None")
     if recompute not in ("always", "except_last", "never"):

@@ -706,7 +706,7 @@ def _batch_size(inputs: tuple[Any, ...], target: Any) -> int:
         raise IncompatibleError(f"a batch is cut into micro-batches along dimension 0, which must be equal: {texts}")
     samples = next(iter(found))
     if samples == 0:
-        raise IncompatibleError("the batch has no samples")
+        raise IncompatibleError(f"the batch has no samples: {next(iter(found.values()))}")
     return int(samples)
 
 

@@ -61,7 +61,8 @@ def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> t
         return _replicas_of(stages, schedule, size)
     if isinstance(stages, bool) or not isinstance(stages, (int, str, Sequence)):
         raise SpecError(
-            f"stages={stages!r}: a number of stages, a list of module names, a partition or its file, or 'auto'"
+            "stages must be a number of stages, a list of module names, a partition or its file, or 'auto', not "
+            f"{stages!r}"
         )
     if not isinstance(stages, (int, str)):
         cuts = len(stages)
@@ -97,10 +98,12 @@ def open_partition(stages: Stages) -> Stages:
 
 def _equal_replicas(stages: int, chunks: int, size: int, what: str) -> tuple[int, ...]:
     if stages < 1 or stages % chunks or size % (stages // chunks or 1):
-        each = f", of which each pipeline rank has {chunks}" if chunks > 1 else ""
+        each = f", {chunks} for each worker of a pipeline" if chunks > 1 else ""
+        ranks = max(1, stages // chunks)
         raise SpecError(
-            f"{what}{each}: {size} workers cannot be divided evenly among them; use a number of stages that divides "
-            f"{size * chunks}{f' and is a multiple of {chunks}' if chunks > 1 else ''}, or another number of workers"
+            f"{what}{each}: the number of workers must be a multiple of {ranks}, and there are {size}: start them by "
+            f"syncline run -n {ranks} script.py, or use a number of stages that divides {size * chunks}"
+            f"{f' and is a multiple of {chunks}' if chunks > 1 else ''}"
         )
     ranks = stages // chunks
     return (size // ranks,) * ranks

@@ -147,6 +147,13 @@ class PipelineExecutor:
                         self._expect(coming)
         self.current = None
 
+    def forget(self) -> None:
+        """Drop what an interrupted step has left."""
+        self._values.clear()
+        self._local_gradients.clear()
+        self._wanted.clear()
+        self._owed.clear()
+
     def finish_sends(self) -> None:
         """Wait until all messages have left. The memory of sends is free then."""
         self.boundary.wait_all_sent()

@@ -70,6 +70,7 @@ class StageRunner:
         recomputing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         gradients_complete: Callable[[int], None] = lambda stage: None,
         update: Callable[[int, int], None] = lambda stage, micro_batch: None,
+        compile: bool = False,
         weights_for: Callable[[int, int], dict[str, Tensor] | None] = lambda stage, micro_batch: None,
     ) -> None:
         """`data` gives a micro-batch for its loss. `recomputing` is entered while activations are computed again.
@@ -83,6 +84,10 @@ class StageRunner:
         self.gradients_complete = gradients_complete
         self.update = update
         self._weights_for = weights_for
+        self._calls: list[Callable[..., Any]] = [
+            torch.compile(stage.module) if compile else stage.module for stage in graph.stages
+        ]
+        """What computes each stage."""
         self._kept: dict[tuple[int, int], _Activations] = {}
         self._step_seed, self._last = mix_seeds(seed, 0), -1
         self.loss_scale = 1.0
@@ -101,13 +106,16 @@ class StageRunner:
         self._step_seed, self._last = mix_seeds(self._seed, step), last
         self.losses = {}
 
+    def forget(self) -> None:
+        """Drop what an interrupted step has left."""
+        self._kept.clear()
+
     # The contract of the executor.
 
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        module = self._graph.stages[stage].module
         if not self.training:
             with torch.no_grad():
-                return self._finish_forward(stage, micro_batch, module(*inputs))
+                return self._finish_forward(stage, micro_batch, self._calls[stage](*inputs))
         weights = self._weights_for(stage, micro_batch)
         with self._random_stream(stage, micro_batch):
             found = self._call(stage, micro_batch, inputs, weights)
@@ -133,7 +141,15 @@ class StageRunner:
         if isinstance(kept.weight_groups, _WholeBackward):
             kept.weight_groups.run()
         elif kept.weight_groups is not None:
-            _split_backward().stage_backward_weight(self._weights(stage), kept.weight_groups)
+            try:
+                _split_backward().stage_backward_weight(self._weights(stage), kept.weight_groups)
+            except RuntimeError as error:
+                if "second time" not in str(error):
+                    raise
+                raise IncompatibleError(
+                    f"the backward pass of stage {stage} cannot be divided in two: a weight is also used where no "
+                    "input of the stage takes part, as in layer(x) + layer(self.constant): use 1f1b or gpipe"
+                ) from error
 
     # Forward.
 
@@ -141,7 +157,7 @@ class StageRunner:
         module = self._graph.stages[stage].module
 
         def compute(*values: Tensor) -> Any:
-            return module(*values) if weights is None else functional_call(module, weights, values)
+            return self._calls[stage](*values) if weights is None else functional_call(module, weights, values)
 
         def compute_again(*values: Tensor) -> Any:
             return compute(*(value.clone() for value in values))

@@ -87,6 +87,7 @@ class TiedParameters:
         for tie in self._ties:
             if tie.owner is not None:
                 gradient = tie.parameter.grad
+                gradient = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
                 scaled = gradient if gradient is None or tie.factor == 1.0 else gradient * tie.factor
                 self._boundary.send(scaled, tie.owner, tie.gradient, step)
                 tie.parameter.grad = None
@@ -94,7 +95,7 @@ class TiedParameters:
                 found = self._boundary.receive(source, tie.gradient, step)
                 if found is not None:
                     own = tie.parameter.grad
-                    tie.parameter.grad = found if own is None else own + found
+                    tie.parameter.grad = found if own is None else found + own  # own may be sparse
 
     def copy_weights(self, step: int) -> None:
         """Copy the weights of the owners after an update."""

@@ -25,6 +25,8 @@ class WeightVersions:
         """`lag`: updates by which a forward on this stage is behind; `first_stage_lag`: on the first stage."""
         self._module, self._lag, self._first_lag, self._vertical = module, lag, first_stage_lag, vertical_sync
         self.updates = 0
+        self._oldest = 0
+        """The version at the latest moment when the pipeline was empty: no stage uses an older one since."""
         self._history: dict[int, dict[str, Tensor]] = {}
         """With vertical synchronisation: the weights before each of the latest updates, by their number."""
         self.used: list[tuple[int, int]] = []
@@ -34,7 +36,7 @@ class WeightVersions:
         """The weights for a forward pass; None: the present ones, which do not change before its backward pass."""
         version = self.updates
         if self._vertical:
-            version = min(version, max(0, micro_batch - self._first_lag))
+            version = min(version, max(self._oldest, micro_batch - self._first_lag))
         self.used = [*self.used[-63:], (micro_batch, version)]
         if version != self.updates:
             return dict(self._history[version])
@@ -51,6 +53,7 @@ class WeightVersions:
     def forget(self) -> None:
         """The pipeline is empty: no version is in use."""
         self._history.clear()
+        self._oldest = self.updates
 
     def _copy(self) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -28,7 +28,8 @@ __all__ = ["WholeModel"]
 class WholeModel:
     """Frees the parameters of other workers during training, and gathers them for evaluation and checkpoints.
 
-    Every worker calls its methods."""
+    Every worker calls its methods.
+    """
 
     def __init__(
         self,
@@ -44,11 +45,14 @@ class WholeModel:
         worker uses. `roots`: the worker of each pipeline rank that sends them. `rank`: the own pipeline rank."""
         self.model, self.optimizer = model, optimizer
         self._everyone, self._roots = everyone, roots
-        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._owners = owners
-        self._foreign = {name: each for name, each in self._tensors.items() if id(each) not in mine}
-        self._shapes = {name: each.shape for name, each in self._foreign.items()}
+        foreign = {name: each for name, each in self._tensors().items() if id(each) not in mine}
+        self._shapes = {name: each.shape for name, each in foreign.items()}
+        """The parameters and buffers of other workers, by name."""
+        self._before = {name: each.data for name, each in foreign.items()}
+        """Their values until the run exists."""
         self._groups: list[list[Any]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._states = dict(optimizer.state)
         self.parameter_names = [name for name, _ in model.named_parameters()]
         """All parameters, in the order of the model."""
         self._names_by_id = {id(each): name for name, each in model.named_parameters()}
@@ -56,24 +60,51 @@ class WholeModel:
         """The `id`s of the parameters that this worker's optimizer updates: its own, without copies of tied ones."""
         self._own_rank = rank
         self._depth = 0
-        self._released = False
-        self._guard = model.register_forward_pre_hook(self._refuse_forward)
+        self._guard = _PartialModelGuard(active=False)
+        self._hooks = [
+            model.register_forward_pre_hook(self._guard),
+            model.register_state_dict_pre_hook(self._guard),  # type: ignore[no-untyped-call]
+        ]
         self.release()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the model is whole at the moment."""
+        return self._depth > 0
+
+    def keep(self) -> None:
+        """The run exists: `undo` is not needed any more."""
+        self._before = {}
+        self._states = {}
+
+    def undo(self) -> None:
+        """The run could not be made: give the model and the optimizer back as they were."""
+        tensors = self._tensors()
+        for name, data in self._before.items():
+            tensors[name].data = data
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        self.optimizer.state.update(self._states)
+        self._guard.active = False
+        self.end()
 
     def owned(self, rank: int) -> list[str]:
         """The names of the parameters and buffers of a pipeline rank."""
-        return [name for name in self._tensors if self._owners[name] == rank]
+        return [name for name in self._tensors() if self._owners.get(name) == rank]
 
     def release(self) -> None:
         """Free the memory of what other workers train."""
-        for each in self._foreign.values():
+        tensors = self._tensors()
+        for name in self._shapes:
+            each = tensors[name]
             each.data = torch.empty(0, dtype=each.dtype, device=each.device)
             each.grad = None
+        self._note_new_groups()
         for group in self.optimizer.param_groups:
             group["params"] = [each for each in group["params"] if id(each) in self.trained_here]
         for parameter in [each for each in self.optimizer.state if id(each) not in self.trained_here]:
             del self.optimizer.state[parameter]
-        self._released = True
+        self._guard.active = bool(self._shapes)
 
     @contextmanager
     def whole(self, *, fill: bool = True, optimizer: bool = False) -> Iterator[None]:
@@ -96,26 +127,45 @@ class WholeModel:
                 self.release()
 
     def close(self) -> None:
-        """The run is over: the model is whole from now on."""
-        if self._released:
-            self._allocate()
-            self._fill()
-        self.detach()
+        """The run is over: the model and the optimizer are whole from now on."""
+        self._allocate()
+        self._fill()
+        self._complete_optimizer(fill=True)
 
-    def detach(self) -> None:
-        """The model may be called again."""
-        self._guard.remove()
+    def end(self) -> None:
+        """Remove the hooks. After an error the model stays in parts, and says so when it is called."""
+        if self._guard.active:
+            self._guard.ended = True
+            return
+        for hook in self._hooks:
+            hook.remove()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers by name. A module may have assigned another tensor to a buffer."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _allocate(self) -> None:
-        for name, each in self._foreign.items():
-            each.data = torch.empty(self._shapes[name], dtype=each.dtype, device=each.device)
-        self._released = False
+        tensors = self._tensors()
+        for name, shape in self._shapes.items():
+            each = tensors[name]
+            each.data = torch.empty(shape, dtype=each.dtype, device=each.device)
+        self._guard.active = False
 
     def _fill(self) -> None:
+        tensors = self._tensors()
         for rank, root in enumerate(self._roots):
-            broadcast_tensors(self._everyone, [self._tensors[name] for name in self.owned(rank)], root)
+            broadcast_tensors(self._everyone, [tensors[name] for name in self.owned(rank)], root)
+
+    def _note_new_groups(self) -> None:
+        """Note the groups and parameters that the script has added to the optimizer since."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            if number == len(self._groups):
+                self._groups.append([])
+            known = {id(each) for each in self._groups[number]}
+            self._groups[number] += [each for each in group["params"] if id(each) not in known]
 
     def _complete_optimizer(self, fill: bool) -> None:
+        self._note_new_groups()
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = list(parameters)
         if not fill or self._everyone.size == 1:
@@ -124,15 +174,36 @@ class WholeModel:
         for rank, root in enumerate(self._roots):
             state: Any = None
             if self._everyone.rank == root:
-                state = {self._names_by_id[id(each)]: dict(entry) for each, entry in self.optimizer.state.items()}
+                state = {
+                    self._names_by_id[id(each)]: dict(entry)
+                    for each, entry in self.optimizer.state.items()
+                    if id(each) in self.trained_here
+                }
             found = broadcast_object(state, root, group=self._everyone.group)
             if rank != self._own_rank:
                 for name, entry in found.items():
                     self.optimizer.state[parameters_by_name[name]] = entry
 
-    def _refuse_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self._released and self._foreign:
-            raise IncompatibleError(
-                f"this {type(module).__name__} is split over workers, and this one has only its own part: call "
-                "run.step(x, y) to train, run.predict(x) for its output, or enter run.agreed() to have the whole model"
-            )
+
+class _PartialModelGuard:
+    """A hook that refuses to call or to save a model of which this worker has only a part."""
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+        self.ended = False
+        """Whether an error has ended the run."""
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        if not self.active:
+            return
+        name = f"this {type(module).__name__} is split over workers, and this one has only its own part"
+        if self.ended:
+            raise IncompatibleError(f"{name}, because an error has ended its run: load a checkpoint into a new model")
+        raise IncompatibleError(
+            f"{name}: call run.step(x, y) to train, run.predict(x) for its output, or enter run.agreed() to have the "
+            "whole model"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PartialModelGuard:
+        """A copy of the whole model is a model of its own. One of a part stays refused."""
+        return _PartialModelGuard(self.active)

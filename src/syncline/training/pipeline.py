@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +16,7 @@ from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import PipeDream, PipelineSchedule, build_schedule
 from syncline.parallel.splitting import split, stage_container
 from syncline.parallel.stage_runner import Recompute
-from syncline.parallel.stages import Stage, StageGraph
+from syncline.parallel.stages import StageGraph
 from syncline.parallel.tied_parameters import tied_ranks
 from syncline.parallel.whole_model import WholeModel
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
@@ -130,14 +128,13 @@ def pipeline(
         schedulers=tuple(schedulers),
         seed=seed,
     )
-    if compile:
-        graph = _compiled(graph)
     options = PipelineOptions(
         micro_batches=wanted,
         recompute=recompute,
         clip_norm=clip_norm,
         scaler=scaler,
         seed=seed,
+        compile=compile,
         description=graph.describe(),
     )
     return _attach(model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options)
@@ -171,15 +168,15 @@ def _attach(
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine |= {id(each) for name, each in tensors if name in graph.unused}
     roots = [placement.team(each)[0] for each in range(placement.ranks)]
+    communicator = Communicator(world, algorithm, codec, group=teams[rank])
     whole = WholeModel(model, optimizer, everyone, owners, mine, roots, rank)
     try:
-        team_run = strategy.attach(
-            containers[rank], optimizer, Communicator(world, algorithm, codec, group=teams[rank]), settings
-        )
+        team_run = strategy.attach(containers[rank], optimizer, communicator, settings)
         run = PipelineRun(whole, graph, placement, team_run, everyone, pipelines, loss_fn, options)
     except BaseException:
-        whole.detach()
+        whole.undo()
         raise
+    whole.keep()
     world.runs.append(run)
     return run
 
@@ -193,16 +190,8 @@ def _owners_by_first_name(model: nn.Module, owners: dict[str, int]) -> dict[str,
         names.setdefault(id(tensor), []).append(name)
     for several in names.values():
         ranks = [owners[name] for name in several if name in owners]
-        found[several[0]] = min(ranks) if ranks else 0
+        found[several[0]] = min(ranks) if ranks else 0  # no stage uses it: all workers keep it
     return found
-
-
-def _compiled(graph: StageGraph) -> StageGraph:
-    def compiled(stage: Stage) -> Stage:
-        module: Any = torch.compile(stage.module)  # a module, too
-        return replace(stage, module=module)
-
-    return replace(graph, stages=tuple(map(compiled, graph.stages)))
 
 
 def _check_arguments(

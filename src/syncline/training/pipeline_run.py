@@ -59,6 +59,7 @@ class PipelineOptions:
     clip_norm: float | None = None
     scaler: Any = None
     seed: int = 0
+    compile: bool = False
     description: Mapping[str, Any] = field(default_factory=dict)
     """The stages, for config.json: made while this worker still has the whole model."""
 
@@ -104,6 +105,7 @@ class PipelineRun(Run):
             self._micro_batch,
             seed=mix_seeds(options.seed, 0 if placement.unequal else self._replica),
             recompute=options.recompute,
+            compile=options.compile,
             recomputing=self._without_statistics,
             gradients_complete=self._stage_complete,
             update=self._update_after,
@@ -181,6 +183,10 @@ class PipelineRun(Run):
         Call it between `backward` and `update`. Returns the norm before.
         """
         self._refuse_stream("there is no moment at which all stages have gradients to clip")
+        if self._options.scaler is not None:
+            raise IncompatibleError(
+                "the gradients are still multiplied by the scale of the GradScaler: use sl.pipeline(clip_norm=…)"
+            )
         self._reduce()
         return self._clip(self._gradient_norms(), max_norm)
 
@@ -216,6 +222,12 @@ class PipelineRun(Run):
         self._collect_late_loss()  # its sender may wait until it is taken
 
     def _forward_backward(self, x: Any, y: Any, reduces: bool) -> Tensor:
+        self._refuse_inside_agreed()
+        self._data.clear()  # of a step that an error has interrupted
+        self._runner.forget()
+        self.executor.forget()
+        self._complete.clear()
+        self._reduced = False  # also if the script has dropped reduced gradients without an update
         count = self._take_batch(x, y, 0)
         actions = list(self._schedule.actions(self._rank, self.placement.setting(count), self._setting_replica))
         if not reduces:
@@ -283,8 +295,13 @@ class PipelineRun(Run):
                 "or take another schedule"
             )
 
+    def _refuse_inside_agreed(self) -> None:
+        if self._whole.inside:
+            raise IncompatibleError("the model is whole inside run.agreed(): train outside of it")
+
     def _stream_step(self, x: Any, y: Any) -> Tensor:
         assert self._stream is not None
+        self._refuse_inside_agreed()
         count = self._take_batch(x, y, self._stream.entered)
         self._collect_late_loss()
         loss = self._late_loss
@@ -328,6 +345,11 @@ class PipelineRun(Run):
         """Cut a batch into micro-batches, numbered from `first` on. Returns their number on one worker."""
         self.world.finish_left()
         inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+        if any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+            raise IncompatibleError(
+                "x requires a gradient, and a pipeline computes none for its inputs: pass x.detach(), or make what has "
+                "computed x a part of the model"
+            )
         samples = _batch_size(inputs, y)
         count = self._count(samples)
         sizes = [samples // count + (1 if place < samples % count else 0) for place in range(count)]
@@ -371,7 +393,10 @@ class PipelineRun(Run):
         source = self.placement.worker_of(0, micro_batch, self._replica)
         leaves, form = tree_flatten(data.target)
         found = [
-            self._messages.receive(source, self._target_place(micro_batch, number), 0) for number in range(len(leaves))
+            self._messages.receive(source, self._target_place(micro_batch, number), 0)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for number, leaf in enumerate(leaves)
         ]
         return replace(data, target=tree_unflatten(found, form))
 
@@ -381,7 +406,8 @@ class PipelineRun(Run):
             if self.placement.worker_of(0, number, self._replica) == self._everyone.rank:
                 worker = self.placement.worker_of(last, number, self._replica)
                 for place, leaf in enumerate(tree_flatten(self._data[number].target)[0]):
-                    self._messages.send(leaf, worker, self._target_place(number, place), 0)
+                    if isinstance(leaf, Tensor):
+                        self._messages.send(leaf, worker, self._target_place(number, place), 0)
 
     def _target_place(self, micro_batch: int, leaf: int) -> Place:
         return Place(self._target_number + leaf, micro_batch, f"the target of micro-batch {micro_batch}")
@@ -459,11 +485,12 @@ class PipelineRun(Run):
         scaler = self._options.scaler
         if trained:
             scaler.update()
-        own = torch.tensor([float(scaler.get_scale()) if trained else 0.0], dtype=torch.float64)
+        state = scaler.state_dict()  # empty if the scaler is disabled
+        own = [state["scale"], state["_growth_tracker"]] if state and trained else [0.0, 0]
         if len(self._pipeline.ranks) > 1:
-            shared = float(allreduce(own, op="max", group=self._pipeline))
-            if not trained and shared:
-                scaler.update(new_scale=shared)
+            shared = allreduce(torch.tensor(own, dtype=torch.float64), op="max", group=self._pipeline).tolist()
+            if state and not trained and shared[0]:
+                scaler.load_state_dict({**state, "scale": shared[0], "_growth_tracker": int(shared[1])})
 
     def _clip(self, norms: Tensor, max_norm: float) -> Tensor:
         total: Tensor = torch.linalg.vector_norm(norms)
@@ -471,7 +498,7 @@ class PipelineRun(Run):
         if bool(factor < 1.0):
             for parameter in self._own_parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+                    parameter.grad.mul_(factor.item())
         return total
 
     @contextmanager
@@ -604,7 +631,7 @@ class PipelineRun(Run):
         """Remove all hooks: the run is over on this worker."""
         self._closed = True
         self.team_run.release()
-        self._whole.detach()
+        self._whole.end()
         for norms in self._norms:
             norms.close()
         if self in self.world.runs:

@@ -1,0 +1,198 @@
+"""The user's model and optimizer before, during and after a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.errors import IncompatibleError, SpecError
+from syncline.world import World
+from tests.parallel.models import MODELS, loss_of
+
+
+def attach(world: World, model: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A pipeline of two stages, or of as many as the options say."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return sl.pipeline(model, optimizer, loss_of, **{"stages": ["4"], "microbatches": 2, **options}), optimizer
+
+
+def step(run: Any, number: int) -> None:
+    """Train on a batch."""
+    run.step(*MODELS["mlp"].batch(8, number))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_compiled_stages_train_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+    def train(world: World, compiled: bool) -> dict[str, Tensor]:
+        model = MODELS["mlp"].model()
+        run, _ = attach(world, model, compile=compiled)
+        for number in range(2):
+            step(run, number)
+        run.close()
+        return {name: each.detach() for name, each in model.named_parameters()}
+
+    expected = sl.simulate(lambda world: train(world, False), 2).results[0]
+    for found in sl.simulate(lambda world: train(world, True), 2, threads=True).results:
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_a_dropped_step_does_not_stop_the_reduction() -> None:
+    def train(world: World) -> list[Tensor]:
+        model = MODELS["mlp"].model()
+        run, _ = attach(world, model)
+        run.backward(*MODELS["mlp"].batch(8, world.rank % 2))
+        run.clip_grad_norm_(1.0)
+        model.zero_grad()
+        run.backward(*MODELS["mlp"].batch(8, 2 + world.rank % 2))
+        run.update()
+        return [each.detach().clone() for each in run.team_run.model.parameters()]
+
+    results = sl.simulate(train, 4).results
+    for one, other in ((0, 1), (2, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(results[one], results[other], strict=True))
+
+
+def test_the_optimizer_is_whole_after_the_run() -> None:
+    def train(world: World) -> bool:
+        model = MODELS["mlp"].model()
+        run, optimizer = attach(world, model)
+        step(run, 0)
+        run.close()
+        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+        assert all(each in optimizer.state for each in model.parameters())
+        again = sl.pipeline(model, optimizer, loss_of, stages=["2"], microbatches=2)
+        step(again, 1)
+        again.close()
+        return True
+
+    assert all(sl.simulate(train, 2).results)
+
+
+class Counter(nn.Module):
+    """A module that assigns a new tensor to its buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x
+
+
+def test_a_buffer_that_was_assigned_anew_reaches_all_workers() -> None:
+    def train(world: World) -> float:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Counter(), nn.Linear(6, 3))).double()
+        run, _ = attach(world, model, stages=["1"])
+        step(run, 0)
+        run.close()
+        return float(model.get_buffer("1.0.calls"))
+
+    assert sl.simulate(train, 2).results == (2.0, 2.0)
+
+
+def test_vertical_sync_continues_after_a_flush() -> None:
+    def train(world: World) -> int:
+        model = MODELS["mlp"].model()
+        run, _ = attach(world, model, stages=["2", "4"], schedule="pipedream(vertical_sync=True)", microbatches=3)
+        for number in range(3):
+            step(run, number)
+            with run.agreed():
+                pass
+        run.close()
+        return int(run.stats.steps)
+
+    assert len(set(sl.simulate(train, 3).results)) == 1
+
+
+def test_the_whole_model_can_be_copied_and_a_part_cannot_be_saved() -> None:
+    def train(world: World) -> bool:
+        model = MODELS["mlp"].model()
+        run, _ = attach(world, model)
+        with run.agreed():
+            twin = copy.deepcopy(model)
+            assert twin(torch.ones(1, 6, dtype=torch.float64)).shape == (1, 3)
+        with pytest.raises(IncompatibleError, match="only its own part"):
+            model.state_dict()
+        with pytest.raises(IncompatibleError, match=r"outside"), run.agreed():
+            step(run, 0)
+        run.close()
+        model.state_dict()
+        return True
+
+    assert all(sl.simulate(train, 2).results)
+
+
+def test_a_pipeline_that_is_refused_leaves_the_model_whole() -> None:
+    def attempt(world: World) -> int:
+        model = MODELS["mlp"].model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises((SpecError, IncompatibleError)):
+            sl.pipeline(model, optimizer, loss_of, stages=["4"], algorithm="nonsense")
+        with pytest.raises((SpecError, IncompatibleError)):
+            sl.pipeline(model, optimizer, loss_of, stages=["4"], codec="powersgd(2)", algorithm="gather")
+        assert model(torch.ones(1, 6, dtype=torch.float64)).shape == (1, 3)
+        return len(optimizer.param_groups[0]["params"])
+
+    assert set(sl.simulate(attempt, 2).results) == {16}
+
+
+def test_groups_added_later_are_trained_and_saved(tmp_path: Path) -> None:
+    def train(world: World) -> list[int]:
+        model = MODELS["mlp"].model()
+        first = list(model.parameters())[:4]
+        optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
+        run = sl.pipeline(model, optimizer, loss_of, stages=["4"], microbatches=2)
+        step(run, 0)
+        optimizer.add_param_group({"params": list(model.parameters())[4:], "lr": 0.01})
+        step(run, 1)
+        sl.save(tmp_path, step=2, run=run)
+        step(run, 2)
+        run.close()
+        return [len(group["params"]) for group in optimizer.param_groups]
+
+    assert sl.simulate(train, 2).results == ([4, 12], [4, 12])
+
+
+def test_a_frozen_stage_follows_the_scale_of_the_others() -> None:
+    def train(world: World) -> dict[str, Any]:
+        model = MODELS["mlp"].model().float()
+        for each in list(model.parameters())[:8]:
+            each.requires_grad_(False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        run, _ = attach(world, model, scaler=scaler)
+        for number in range(3):
+            x, y = MODELS["mlp"].batch(8, number)
+            run.step(x.float(), y)
+        with pytest.raises(IncompatibleError, match="clip_norm"):
+            run.clip_grad_norm_(1.0)
+        run.close()
+        return dict(scaler.state_dict())
+
+    one, other = sl.simulate(train, 2).results
+    assert one == other
+    assert (one["scale"], one["_growth_tracker"]) == (8.0, 1)
+
+
+def test_inputs_that_require_a_gradient_are_refused() -> None:
+    def attempt(world: World) -> str:
+        run, _ = attach(world, MODELS["mlp"].model())
+        x, y = MODELS["mlp"].batch(8, 0)
+        with pytest.raises(IncompatibleError) as caught:
+            run.step(x.requires_grad_(), y)
+        run.close()
+        return str(caught.value)
+
+    assert all("x.detach()" in message for message in sl.simulate(attempt, 2).results)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.partition import StagePartition
 from syncline.world import World
 from tests.parallel.models import MODELS, loss_of
 
@@ -196,3 +197,55 @@ def test_inputs_that_require_a_gradient_are_refused() -> None:
         return str(caught.value)
 
     assert all("x.detach()" in message for message in sl.simulate(attempt, 2).results)
+
+
+class TiedSparse(nn.Module):
+    """A sparse embedding that is also the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, sparse=True)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.head(self.embed(tokens))
+        return output
+
+
+def test_a_sparse_embedding_is_tied_to_a_dense_layer() -> None:
+    def train(world: World) -> Tensor:
+        torch.manual_seed(0)
+        model = TiedSparse()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.pipeline(model, optimizer, loss_of, stages=["head"], microbatches=2)
+        run.step(torch.tensor([1, 2, 3, 1]), torch.tensor([0, 1, 2, 3]))
+        run.close()
+        return model.head.weight.detach()
+
+    torch.manual_seed(0)
+    model = TiedSparse()
+    model.embed.sparse = False
+    torch.autograd.backward(loss_of(model(torch.tensor([1, 2, 3, 1])), torch.tensor([0, 1, 2, 3])))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for found in sl.simulate(train, 2).results:
+        torch.testing.assert_close(found, model.head.weight.detach())
+
+
+def test_targets_may_have_values_that_are_no_tensors() -> None:
+    def weighted(output: Tensor, target: tuple[Tensor, float]) -> Tensor:
+        return loss_of(output, target[0]) * target[1]
+
+    def train(world: World) -> float:
+        model = MODELS["mlp"].model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.pipeline(model, optimizer, weighted, stages=StagePartition(("4",), (2, 1)), microbatches=2)
+        x, y = MODELS["mlp"].batch(8, 0)
+        loss = run.step(x, (y, 0.5)).item()
+        run.close()
+        return loss
+
+    model = MODELS["mlp"].model()
+    x, y = MODELS["mlp"].batch(8, 0)
+    for loss in sl.simulate(train, 3).results:
+        assert loss == pytest.approx(0.5 * loss_of(model(x), y).item(), rel=1e-6)

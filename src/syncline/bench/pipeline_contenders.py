@@ -170,7 +170,7 @@ class ScheduleContender(PipelineContender):
 
     @property
     def sent_bytes(self) -> int:
-        return self.run.sent_bytes + self.run.stats.bytes_wire
+        return self.run.stats.bytes_wire
 
     def close(self) -> None:
         self.run.close()

@@ -543,7 +543,7 @@ class PipelineRun(Run):
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that this worker has sent to other stages. Those of the all-reduce are in `stats.bytes_wire`."""
+        """The bytes that this worker has sent to other stages. `stats.bytes_wire` has them and the all-reduce's."""
         return self.executor.sent_bytes
 
     @property

@@ -28,7 +28,7 @@ from syncline.launch.start import Job
 from syncline.training.run_folder import make_writable
 
 if TYPE_CHECKING:
-    from syncline.bench.pipeline import PipelinePlan
+    from syncline.bench.pipeline_plan import PipelinePlan
 
 __all__ = ["HINTS", "configure", "read_plan", "run"]
 
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
 
 def read_plan(arguments: argparse.Namespace, result: Path) -> PipelinePlan:
     """The plan of the options, which is not checked yet."""
-    from syncline.bench.pipeline import PipelinePlan
+    from syncline.bench.pipeline_plan import PipelinePlan
     from syncline.parallel.schedules import build_schedule
 
     texts = arguments.schedule or ["1f1b"]

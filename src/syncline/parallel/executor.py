@@ -29,7 +29,7 @@ __all__ = ["ActionSpan", "PipelineExecutor", "StageCompute"]
 
 PREFETCHED_ACTIONS = 8
 """Actions after the present one whose receives are posted. Some transports delay a message until its receive is
-posted: with 2 instead of 8, a step of gpipe took 50 % longer on gloo."""
+posted: with 2 instead of 8, a step of gpipe with small layers took 1.4 times as long on gloo."""
 MAX_CACHED_PLACES = 4096
 """Descriptions of messages that are kept for the next step."""
 

@@ -68,6 +68,16 @@ def _absent(transport: ZmqTransport, rank: int) -> bool:
 # Missing entries.
 
 
+def test_a_second_job_uses_the_port_of_the_first() -> None:
+    """A process keeps its connection to a store. The next store may get the same port, long after the first ended."""
+    with Here(1) as first:
+        port = first.port
+        del first.store
+    with Here(1, port=port) as second:
+        assert second.port == port
+        assert second.ranks[0].size == 1
+
+
 def test_a_join_reads_past_a_gap(here: Here) -> None:
     """A process is lost between counting and writing its entry. Later entries are still read."""
     here.ranks[0].node.membership.store.add("version", 1)

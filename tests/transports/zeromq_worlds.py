@@ -23,9 +23,9 @@ TIMEOUT = 100.0
 """Timeout of a transport in seconds. It is shorter than the timeout of the test, so that its error is seen."""
 
 
-def serve_a_store() -> TCPStore:
-    """A store on the loopback interface, as a launcher serves it."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def serve_a_store(port: int = 0) -> TCPStore:
+    """A store on the loopback interface, as a launcher serves it; by default on any free port."""
+    listener = socket.create_server(("127.0.0.1", port))
     port = int(listener.getsockname()[1])
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -45,8 +45,8 @@ def come_later(port: int, key: str | None = None, timeout: float = TIMEOUT) -> Z
 class Here:
     """A world whose ranks all run in this process, each with its own sockets."""
 
-    def __init__(self, size: int, key: str | None = None) -> None:
-        self.store = serve_a_store()
+    def __init__(self, size: int, key: str | None = None, port: int = 0) -> None:
+        self.store = serve_a_store(port)
         self.port = self.store.port
         self.key = key
         self.ranks = [enter(self.port, 0, 1, key)]

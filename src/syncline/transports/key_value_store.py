@@ -201,6 +201,8 @@ _stores: dict[tuple[str, int], TCPStore] = {}
 def open_store(environment: Environment, place: Rendezvous, timeout: float) -> TCPStore:
     """The store at the rendezvous. The launcher serves it, or else rank 0 for the life of its process."""
     key = (place.address, place.port)
+    if key in _stores and not _answers(_stores[key]):
+        del _stores[key]  # its server has ended; another job may use the port now
     if key not in _stores:
         is_host = environment.rank == 0 and not place.hosted
         listener = _listen(environment, place) if is_host else None
@@ -222,6 +224,14 @@ def open_store(environment: Environment, place: Rendezvous, timeout: float) -> T
     store = _stores[key]
     store.set_timeout(timedelta(seconds=timeout))
     return store
+
+
+def _answers(store: TCPStore) -> bool:
+    try:
+        store.check(["syncline"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def next_world_name(store: TCPStore, rank: int, label: str = "") -> str:

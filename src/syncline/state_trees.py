@@ -43,11 +43,14 @@ __all__ = [
     "encode",
     "pack",
     "packed_bytes",
+    "tensor_names",
     "unpack",
 ]
 
 MAX_DEPTH = 100
 """Levels of a tree. No state dict is deeper; a tree that contains itself ends here."""
+TENSOR_MARKS = ("$tensor", "$complex", "$array", "$number", "$bytes")
+"""Marks whose body may be the name of a tensor."""
 ALIGN_BYTES = 16
 """Tensors of a packed tree begin at multiples of this."""
 
@@ -201,6 +204,20 @@ def decode(value: Any, tensors: Mapping[str, Tensor], source: str) -> Any:
     {'m': tensor([1., 1.])}
     """
     return _Decoder(tensors, source).decode(value)
+
+
+def tensor_names(value: Any) -> set[str]:
+    """The names of the tensors in the JSON of `encode`.
+
+    >>> tensor_names({"m": {"$tensor": "adam.m"}, "lr": 0.1})
+    {'adam.m'}
+    """
+    if isinstance(value, list):
+        return set().union(*(tensor_names(item) for item in value))
+    if not isinstance(value, dict):
+        return set()
+    names = {body for mark, body in value.items() if mark in TENSOR_MARKS and isinstance(body, str)}
+    return names.union(*(tensor_names(item) for item in value.values()))
 
 
 class _Decoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,10 @@ def test_simulated_schedules_take_what_was_predicted(tmp_path: Path, capsys: pyt
         cuts = {"interleaved": 3, "zbv": 2}.get(name, 1)  # between stages of different ranks
         message = HEADER_BYTES + 12 * 32 * 4  # 12 samples of 32 numbers
         assert sum(row["sent_bytes"]) == 2 * cuts * 4 * message + HEADER_BYTES + 4, "the last message has the loss"
+    for name in ("one process", "data parallel"):
+        assert rows[name]["time"]["median"] == pytest.approx(rows[name]["predicted_s"], rel=0.05)
     assert rows["gpipe"]["pipeline"]["peak_activations"] == [4, 4]
+    assert re.search(r"data parallel ÷ \w+: [\d.]+ measured, [\d.]+ predicted", printed)
     assert max(row["difference"] for row in rows.values()) < 1e-5
     assert "as predicted, for each worker" in printed
     assert "those of one process" in printed
@@ -67,6 +71,8 @@ def test_replicas(options: tuple[str, ...], tmp_path: Path, capsys: pytest.Captu
     assert own["peak_activations"] == own["predicted"]["peak_activations"]
     assert row["time"]["median"] == pytest.approx(own["predicted"]["step_s"], rel=0.25)
     assert row["difference"] < 1e-5
+    parallel = next(row for row in document["results"] if row["contender"] == "data parallel")
+    assert parallel["time"]["median"] == pytest.approx(parallel["predicted_s"], rel=0.15)
 
 
 def test_pipedream_and_the_partition_of_pipedream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,9 @@ class Solo:
         yield
         self.inside = False
 
+    def model_part(self) -> None:
+        return None
+
     def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -25,6 +25,9 @@ from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, Worl
 from syncline.testing.transports import CASES, withdraw_a_receive
 from syncline.transports.mpi import MpiTransport, connect
 from syncline.transports.mpi.connect import load
+from tests.parallel.models import MODELS
+from tests.parallel.test_pipeline import compare, train_alone, train_cases
+from tests.strategies.cases import on_gloo
 from tests.world.functional_checks import check_functional
 
 TIMEOUT = 60.0
@@ -219,6 +222,13 @@ def work_as_a_world(transport: MpiTransport) -> None:
     assert check_functional(transport) > 0
 
 
+def train_a_pipeline(transport: MpiTransport) -> None:
+    """Stages on all ranks train as one process does."""
+    cases = [("unet", "1f1b"), ("mlp", "zbv")]
+    for found, (model, _) in zip(on_gloo(transport, train_cases, cases), cases, strict=True):
+        compare(found, train_alone(MODELS[model]))
+
+
 MORE: tuple[Callable[[MpiTransport], None], ...] = (
     withdraw_a_receive,
     wait_for_sends_first,
@@ -234,6 +244,7 @@ MORE: tuple[Callable[[MpiTransport], None], ...] = (
     add_at_once,
     leave_a_flush,
     work_as_a_world,
+    train_a_pipeline,
 )
 MORE_SIZES = (1, 2, 3)
 

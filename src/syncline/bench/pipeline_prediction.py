@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from syncline.costs import predict
+from syncline.costs import predict_fastest
 from syncline.parallel.boundary import HEADER_BYTES
 from syncline.parallel.partition import LayerCost, ModelProfile, StagePartition
 from syncline.parallel.placement import PipelinePlacement
@@ -27,9 +27,17 @@ from syncline.parallel.player import PipelineTimeline, StageCost, TimedAction, p
 from syncline.parallel.profile import profile_model
 from syncline.parallel.schedules import Action
 from syncline.parallel.splitting import layer_names
+from syncline.reduction import BUCKET_BYTES
 from syncline.transports import Network
 
-__all__ = ["PipelineCosts", "PipelinePrediction", "measure_costs", "predict_pipeline"]
+__all__ = [
+    "PipelineCosts",
+    "PipelinePrediction",
+    "measure_costs",
+    "predict_data_parallel",
+    "predict_one_process",
+    "predict_pipeline",
+]
 
 WARM_UP, REPEATS = 2, 7
 """Of measurements of the whole model. The first step makes the gradients, or the state of the optimizer."""
@@ -203,8 +211,7 @@ def predict_pipeline(
     total = sum(layer.parameter_bytes for layer in costs.profile.layers)
     update = [costs.update_s * each / total for each in weights]
     reduce = [
-        predict("native", count, int(each), network).seconds if count > 1 else 0.0
-        for each, count in zip(weights, placement.replicas, strict=True)
+        predict_fastest(count, int(each), network) for each, count in zip(weights, placement.replicas, strict=True)
     ]
     after = [one + other for one, other in zip(update, reduce, strict=True)]
     if not schedule.flushes:  # an update follows each backward
@@ -235,6 +242,28 @@ def predict_pipeline(
             for each in rows[number]
         ),
     )
+
+
+def predict_one_process(costs: PipelineCosts, batch: int) -> float:
+    """Seconds of a step that one process computes alone."""
+    layers = costs.profile.at_batch(batch).layers
+    return sum(layer.forward_s + layer.backward_s for layer in layers) + costs.update_s
+
+
+def predict_data_parallel(costs: PipelineCosts, workers: int, share: int, network: Network) -> float:
+    """Seconds of a step of data parallelism with `share` samples a worker.
+
+    A bucket is reduced when backward has its gradients and the bucket before is reduced.
+    """
+    layers = costs.profile.at_batch(share).layers
+    now = sum(layer.forward_s for layer in layers)
+    reduced, waiting = now, 0.0
+    for place, layer in reversed(list(enumerate(layers))):
+        now += layer.backward_s
+        waiting += layer.parameter_bytes
+        if waiting >= BUCKET_BYTES or place == 0:
+            reduced, waiting = max(now, reduced) + predict_fastest(workers, int(waiting), network), 0.0
+    return max(now, reduced) + costs.update_s
 
 
 def _one_step(

@@ -4,6 +4,7 @@
 checkpoints/
   step-00000100/              a checkpoint. It is complete, because it gets this name by one rename
     shared/  model-run/         parts: state.json and safetensors files
+    model-run-00000/ …          the model in parts, if no worker has the whole
     rank-00000/ …               the part of each rank
     manifest.json               every file's size and SHA-256; written last
   step-00000100-2/            the same step saved again; the first one is removed afterwards
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from syncline.errors import ProtocolError
 from syncline.file_lock import FileLock
-from syncline.state_trees import decode, encode
+from syncline.state_trees import decode, encode, tensor_names
 
 __all__ = [
     "ABOUT",
@@ -50,10 +51,14 @@ __all__ = [
     "PendingCheckpoint",
     "describe_files",
     "list_checkpoints",
+    "list_model_parts",
     "list_set_aside",
+    "model_part_name",
     "prune",
     "rank_part",
     "read_part",
+    "read_structure",
+    "read_tree",
     "remove_leftovers",
     "set_abandoned_aside",
     "verify",
@@ -72,7 +77,7 @@ SHARED = "shared"
 ABOUT = "(about)"
 """The key in the shared part with the kinds of all objects, and the seed for new ranks."""
 
-_FILE_NAME = re.compile(r"(shared|model-\w+|rank-\d{5,})/[\w.-]+")
+_FILE_NAME = re.compile(r"(shared|model-\w+(-\d{5,})?|rank-\d{5,})/[\w.-]+")
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _PENDING_NAME = re.compile(r"\.step-\d{8,}\.[0-9a-z]+")
 ABANDONED, DAMAGED = "abandoned", "damaged"
@@ -93,9 +98,18 @@ def write_part(folder: Path, tree: Any, name: str) -> None:
 
 def read_part(folder: Path) -> Any:
     """Read the tree of `write_part`. Its tensors are new ones on the CPU."""
-    structure = _read_json(folder / STATE)
-    tensors = _read_tensors(folder) if any(folder.glob("*.safetensors")) else {}
-    return decode(structure, tensors, str(folder / STATE))
+    return read_tree(folder, read_structure(folder))
+
+
+def read_structure(folder: Path) -> Any:
+    """Read the JSON of a part, without its tensors."""
+    return _read_json(folder / STATE)
+
+
+def read_tree(folder: Path, structure: Any) -> Any:
+    """A part's structure, or something in it, with its tensors. Other tensors are not read."""
+    names = tensor_names(structure)
+    return decode(structure, _read_tensors(folder, names) if names else {}, str(folder / STATE))
 
 
 # torch.distributed.checkpoint is imported in the functions that use it, because the import takes seconds.
@@ -114,7 +128,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         raise _cause(error) from error
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, names: set[str]) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -124,6 +138,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     try:
         for name, header in reader.read_metadata().state_dict_metadata.items():
+            if name not in names:
+                continue
             assert isinstance(header, TensorStorageMetadata)
             tensors[name] = torch.empty(header.size, dtype=header.properties.dtype)
         with _without_warning():
@@ -207,6 +223,16 @@ class Manifest:
 def rank_part(rank: int) -> str:
     """The folder of a rank's part."""
     return f"rank-{rank:05d}"
+
+
+def model_part_name(name: str, number: int | None = None) -> str:
+    """The folder of a model, or of one of its parts."""
+    return f"model-{name}" if number is None else f"model-{name}-{number:05d}"
+
+
+def list_model_parts(folder: Path, name: str) -> list[Path]:
+    """The folders with the parts of a model; empty if it was saved as a whole."""
+    return sorted(folder.glob(f"{model_part_name(name)}-*"))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -38,7 +38,9 @@ from syncline.checkpoint.objects import (
     set_rng_states,
 )
 from syncline.checkpoint.participants import Participants
+from syncline.checkpoint.saved_model import SavedModel
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.model_parts import ModelPart
 from syncline.state_trees import clone
 
 __all__ = ["latest", "load"]
@@ -141,6 +143,8 @@ class _Loading:
         self.values: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
         self.models: dict[str, Any] = {}
+        self.optimizers: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] | None = None
         self.others: list[dict[str, Any]] = []
         self.about: dict[str, Any] = {}
@@ -175,20 +179,33 @@ class _Loading:
             )
         source = f"{name} in {self.path}"
         if kind == "module" and kind_there in ("module", "run"):
-            self._check_model(name, value, source)
+            self._read_model(name, value, None, source)
         elif kind != kind_there:
             raise IncompatibleError(f"{source} was saved as a {kind_there}, and is given as a {kind}")
         elif kind == "run":
-            self._check_model(name, value.model, source)
-            check_optimizer(value.optimizer, self.states[name]["optimizer"], parameter_names(value.model), source)
+            self._read_run(name, value, source)
         elif kind == "optimizer":
             check_optimizer(value, self.states[name], {}, source)
         elif class_there != type(value).__qualname__:
             raise IncompatibleError(f"{source} is the state of a {class_there}, not of a {type(value).__qualname__}")
 
-    def _check_model(self, name: str, model: nn.Module, source: str) -> None:
-        self.models[name] = read_part(self.path / f"model-{name}")
-        check_model(model, self.models[name], source)
+    def _read_model(self, name: str, model: nn.Module, part: ModelPart | None, source: str) -> SavedModel:
+        """Read a model, or a part of it, and check that it fits."""
+        state = self.states.get(name)
+        saved = SavedModel(self.path, name, state.get("optimizer") if isinstance(state, dict) else None)
+        names, slices = (saved.names, {}) if part is None else (part.loads, part.slices)
+        self.models[name] = saved.model(names, slices)
+        check_model(model, self.models[name], saved.names, source)
+        return saved
+
+    def _read_run(self, name: str, run: RunLike, source: str) -> None:
+        part, names = run.model_part(), parameter_names(run.model)
+        saved = self._read_model(name, run.model, part, source)
+        own = {names.get(id(each), "") for group in run.optimizer.param_groups for each in group["params"]}
+        self.optimizers[name] = saved.optimizer(None if part is None else own, {} if part is None else part.slices)
+        elsewhere = () if part is None else set(names.values()) - own
+        check_optimizer(run.optimizer, self.optimizers[name], names, source, elsewhere)
+        self.parts[name] = None if part is None else saved.state(part.number)
 
     def apply(self) -> None:
         """Load the state of every object. The old states are copied, for `undo`."""
@@ -209,7 +226,7 @@ class _Loading:
         if local is not None and self.manifest.ranks != self.participants.size:
             # The shares of the data have changed: all continue from the position of the rank that wrote it.
             local = {key: value for key, value in local.items() if key != "place"}
-        state = {"shared": self.states[name]["shared"], "local": local}
+        state = {"shared": self.states[name]["shared"], "local": local, "part": self.parts[name]}
         if self.others:
             state["others"] = [other["runs"][name]["strategy"] for other in self.others]
 
@@ -220,8 +237,12 @@ class _Loading:
             # Last: the model's part has the agreed buffers, the run's part has this rank's.
             run.load_state_dict(own)
 
-        before = [run.state_dict(), model_tree(run.model), optimizer_tree(run.optimizer, names)]
-        self._change(before, put, [state, self.models[name], self.states[name]["optimizer"]])
+        part = run.model_part()
+        model = model_tree(run.model)
+        if part is not None:
+            model = {key: value for key, value in model.items() if key in self.models[name]}
+        before = [run.state_dict(), model, optimizer_tree(run.optimizer, names)]
+        self._change(before, put, [state, self.models[name], self.optimizers[name]])
 
     def _change(self, before: Any, put: Callable[[Any], Any], state: Any) -> None:
         before = clone(before)

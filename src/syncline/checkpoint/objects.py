@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import IncompatibleError, ProtocolError
+from syncline.model_parts import ModelPart
 from syncline.world import World
 
 __all__ = [
@@ -71,6 +72,9 @@ class RunLike(Stateful, Protocol):
 
     def loading(self) -> AbstractContextManager[Any]: ...
 
+    def model_part(self) -> ModelPart | None:
+        """The part of the model that this worker has; None if every worker has the whole model."""
+
 
 def kind_of(value: Any) -> Kind:
     """How a value is saved.
@@ -95,24 +99,25 @@ def model_tree(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model(model: nn.Module, tree: Mapping[str, Any]) -> None:
-    """Load the tree of `model_tree` into the model's tensors."""
-    state: OrderedDict[str, Any] = OrderedDict((name, tree[_plain(name)]) for name in model.state_dict())
+    """Load the tree of `model_tree`, or a part of it, into the model's tensors."""
+    names = [name for name in model.state_dict() if _plain(name) in tree]
+    state: OrderedDict[str, Any] = OrderedDict((name, tree[_plain(name)]) for name in names)
     setattr(state, "_metadata", tree[VERSIONS])  # noqa: B010 (torch stores it as an attribute of the dict)
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=False)  # `check_model` has compared the names
 
 
-def check_model(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:
-    """Refuse the state of another model, with the differences."""
+def check_model(model: nn.Module, tree: Mapping[str, Any], names: Collection[str], source: str) -> None:
+    """Refuse the state of another model, with the differences. `names` are all that it has, `tree` may be a part."""
     here = {_plain(name): value for name, value in model.state_dict().items()}
-    there = {name: value for name, value in tree.items() if name != VERSIONS}
+    there = set(names)
     different = [
-        f"{name} ({_signature(there[name])} there, {_signature(here[name])} here)"
+        f"{name} ({_signature(tree[name])} there, {_signature(here[name])} here)"
         for name in here
-        if name in there and _signature(here[name]) != _signature(there[name])
+        if name in tree and _signature(here[name]) != _signature(tree[name])
     ]
     problems = [
         _listed("it lacks", [name for name in here if name not in there]),
-        _listed("it has, and the model has not,", [name for name in there if name not in here]),
+        _listed("it has, and the model has not,", [name for name in sorted(there) if name not in here]),
         _listed("other shapes or dtypes:", different),
     ]
     differences = "; ".join(problem for problem in problems if problem)
@@ -148,14 +153,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], na
         for label in names_here:
             numbers[label] = len(numbers)
         groups.append({**group, "params": [numbers[label] for label in names_here]})
-    state = {numbers.get(label, label): dict(entry) for label, entry in tree["state"].items()}
+    foreign = {label for group in tree["groups"] for label in group["params"]} - numbers.keys()
+    state = {numbers.get(label, label): dict(entry) for label, entry in tree["state"].items() if label not in foreign}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def check_optimizer(
-    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Mapping[int, str], source: str
+    optimizer: torch.optim.Optimizer,
+    tree: Mapping[str, Any],
+    names: Mapping[int, str],
+    source: str,
+    elsewhere: Collection[str] = (),
 ) -> None:
-    """Refuse the state of another optimizer: another class, or other parameters in a group."""
+    """Refuse the state of another optimizer: another class, or other parameters in a group.
+
+    Parameters `elsewhere` are those that other workers update.
+    """
     kind = type(optimizer).__qualname__
     if tree["class"] != kind:
         raise IncompatibleError(f"{source} is of the optimizer {tree['class']}, not {kind}: use the same one")
@@ -164,7 +177,10 @@ def check_optimizer(
         raise IncompatibleError(f"{source} has {len(there)} parameter groups, the optimizer {len(here)}")
     for number, (mine, theirs) in enumerate(zip(here, there, strict=True)):
         lacks = _listed("it lacks", [label for label in mine if label not in theirs])
-        more = _listed("it has, and the optimizer has not,", [label for label in theirs if label not in mine])
+        more = _listed(
+            "it has, and the optimizer has not,",
+            [label for label in theirs if label not in mine and label not in elsewhere],
+        )
         if lacks or more:
             differences = "; ".join(filter(None, (lacks, more)))
             raise IncompatibleError(f"parameter group {number} of {source} has other parameters: {differences}")

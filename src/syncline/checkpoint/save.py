@@ -1,7 +1,7 @@
 """Save a checkpoint: under a hidden name, to the disk, and in place by one rename.
 
-every rank   its own part ──┐                          ┌── returns the path
-rank 0       makes a folder ┴ shared part · manifest · rename · prune
+every rank   its own part, and its part of a divided model ──┐                          ┌── returns the path
+rank 0       makes a folder                                  ┴ shared part · manifest · rename · prune
              with a hidden name
 
 If workers of an asynchronous run are lost, the others save (`participants`); the lowest of them does rank 0's part.
@@ -22,6 +22,7 @@ from syncline.checkpoint.files import (
     Manifest,
     PendingCheckpoint,
     describe_files,
+    model_part_name,
     prune,
     rank_part,
     remove_leftovers,
@@ -39,6 +40,7 @@ from syncline.checkpoint.objects import (
     rng_seed,
 )
 from syncline.checkpoint.participants import Participants
+from syncline.checkpoint.saved_model import part_tree
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError
 from syncline.state_trees import clone
 
@@ -109,6 +111,7 @@ class _Saving:
 
         def work() -> dict[str, Any]:
             _check_arguments(self.step, keep, self.objects)
+            self._check_divided()
             if self.participants.rank == self.participants.root:
                 remove_leftovers(self.folder)
                 self.pending = PendingCheckpoint(self.folder, self.step)
@@ -129,12 +132,30 @@ class _Saving:
         # Not in a task: a strategy may need the other ranks for its state.
         self.participants.run_on_all("get the state of its runs", self._ask_runs)
 
+    def _check_divided(self) -> None:
+        """Refuse an optimizer that has only this worker's part of the parameters."""
+        world = self.participants.world
+        for run in [] if world is None else world.runs:
+            if not isinstance(run, RunLike) or run.model_part() is None:
+                continue
+            for name, value in self.objects.items():
+                if value is run.optimizer or value is run.model:
+                    raise IncompatibleError(
+                        f"{name} is divided over the workers by {run.strategy!r}'s run: save the run, as "
+                        "sl.save(folder, step=step, run=run), which includes it"
+                    )
+
     def _ask_runs(self) -> None:
         for name, run in self.runs.items():
             state = run.state_dict()
             # A copy: inside agreed() the tensors that these share with the model have other values.
             first = self.participants.rank == self.participants.root
-            self.run_states[name] = {"local": state["local"], "shared": clone(state["shared"]) if first else None}
+            part = run.model_part()
+            self.run_states[name] = {
+                "local": state["local"],
+                "shared": clone(state["shared"]) if first else None,
+                "part": clone(state["part"]) if part is not None and part.saves else None,
+            }
 
     def write_own_part(self) -> None:
         """Every rank writes its own part, and learns the files of all ranks."""
@@ -154,11 +175,11 @@ class _Saving:
         def work() -> int:
             if self.pending is None:
                 return 0
-            models: dict[str, Any] = {name: run.model for name, run in self.runs.items()}
+            models: dict[str, Any] = {name: run.model for name, run in self.runs.items() if run.model_part() is None}
             models |= {name: value for name, value in self.objects.items() if kind_of(value) == "module"}
             for name, model in models.items():
-                write_part(self.hidden / f"model-{name}", model_tree(model), "")
-                self.files |= describe_files(self.hidden, f"model-{name}")
+                write_part(self.hidden / model_part_name(name), model_tree(model), "")
+                self.files |= describe_files(self.hidden, model_part_name(name))
             write_part(self.hidden / SHARED, self._shared_tree(), "")
             self.files |= describe_files(self.hidden, SHARED)
             self._check_parts()
@@ -171,19 +192,35 @@ class _Saving:
         with ExitStack() as stack:
             for run in self.runs.values():
                 stack.enter_context(run.saving())
+            if any(run.model_part() is not None for run in self.runs.values()):
+                for files in self.participants.run_in_task("write its part of the model", self._write_model_parts):
+                    self.files |= files
             edition = int(self.participants.run_in_task("write the shared part of the checkpoint", work)[0])
         self.participants.resumed.pop(self.folder.resolve(), None)
         if self.pending is not None:
             prune(self.folder, CheckpointName(self.step, edition), keep)
         return edition
 
+    def _write_model_parts(self) -> dict[str, Any]:
+        """Write this worker's parts of models that no worker has as a whole. Returns their files."""
+        files: dict[str, Any] = {}
+        for name, run in self.runs.items():
+            part = run.model_part()
+            if part is not None and part.saves:
+                folder = model_part_name(name, part.number)
+                tree = part_tree(part, run.model, run.optimizer, parameter_names(run.model))
+                write_part(self.hidden / folder, {**tree, "state": self.run_states[name]["part"]}, "")
+                files |= describe_files(self.hidden, folder)
+        return files
+
     def _shared_tree(self) -> dict[str, Any]:
         """Every object's state by its name, so that an error reads "scheduler.lr_lambdas[0] is a function"."""
         states: dict[str, Any] = {}
         for name, value in self.objects.items():
             if isinstance(value, RunLike):
-                optimizer = optimizer_tree(value.optimizer, parameter_names(value.model))
-                states[name] = {"optimizer": optimizer, "shared": self.run_states[name]["shared"]}
+                states[name] = {"shared": self.run_states[name]["shared"]}
+                if value.model_part() is None:
+                    states[name]["optimizer"] = optimizer_tree(value.optimizer, parameter_names(value.model))
             elif kind_of(value) == "optimizer":
                 states[name] = optimizer_tree(value, {})
             elif kind_of(value) == "stateful":

@@ -134,7 +134,7 @@ def read_plan(arguments: argparse.Namespace, result: Path) -> PipelinePlan:
 
 
 def _show(document: dict[str, Any], result: Path) -> str:
-    from syncline.bench.pipeline import gantt, pipeline_table
+    from syncline.bench.pipeline_results import gantt, pipeline_table
 
     picture = result.with_suffix(".svg")
     picture.write_text(gantt(document), encoding="utf-8")

@@ -5,7 +5,7 @@
 
 from syncline.costs.auto import AUTO, AlgorithmChoice, Auto
 from syncline.costs.calibration import Calibration, calibrate
-from syncline.costs.prediction import CostPrediction, closed_form, predict, predict_on
+from syncline.costs.prediction import CostPrediction, closed_form, predict, predict_fastest, predict_on
 from syncline.costs.simulation import Cost, play
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "closed_form",
     "play",
     "predict",
+    "predict_fastest",
     "predict_on",
 ]

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from syncline.collectives import NATIVE, Channel, Operation, build
+from syncline.collectives import NATIVE, Channel, Operation, build, names
 from syncline.costs.simulation import play
 from syncline.transports import Network
 
-__all__ = ["CostPrediction", "closed_form", "predict", "predict_on"]
+__all__ = ["CostPrediction", "closed_form", "predict", "predict_fastest", "predict_on"]
 
 NATIVE_MODEL = "ring"
 """The schedule that models the engines' own all-reduce: gloo's is a segmented ring, MPI's and NCCL's often are."""
@@ -67,6 +67,11 @@ def predict(
             return CostPrediction(seconds, "formula")
     cost = play(build(operation, algorithm), size, nbytes, network, itemsize=itemsize, hosts=hosts, lanes=lanes)
     return CostPrediction(cost.time, "rounds")
+
+
+def predict_fastest(size: int, nbytes: int, network: Network) -> float:
+    """The seconds of an all-reduce by the algorithm that is predicted to be the fastest."""
+    return min(predict(name, size, nbytes, network).seconds for name in names("allreduce")) if size > 1 else 0.0
 
 
 def predict_on(channel: Channel, algorithm: str, nbytes: int, network: Network) -> CostPrediction:

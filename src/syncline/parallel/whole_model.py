@@ -5,7 +5,8 @@ Outside of `whole()` the parameters of other workers hold no memory, and the opt
     worker 0   layer 0: weights    layer 1: –              whole()      layer 0: weights    layer 1: weights
     worker 1   layer 0: –          layer 1: weights      ─────────►     layer 0: weights    layer 1: weights
 
-Checkpoints and evaluations see the whole model, with its own names.
+Evaluations see the whole model. A checkpoint has the part of each worker, with the names of the whole model. A model
+that was made on the meta device is never whole: the parameters of other workers stay there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
+from syncline.model_parts import ModelPart
 from syncline.reduction import Communicator, broadcast_tensors
 from syncline.world import broadcast_object
 
@@ -59,6 +61,10 @@ class WholeModel:
         self.trained_here = {number for number, name in self._names_by_id.items() if owners[name] == rank}
         """The `id`s of the parameters that this worker's optimizer updates: its own, without copies of tied ones."""
         self._own_rank = rank
+        self._root = everyone.rank == roots[rank]
+        self._uses = mine
+        self.never_whole = any(each.is_meta for each in foreign.values())
+        """Whether no worker may have the whole model: it was made on the meta device."""
         self._depth = 0
         self._guard = _PartialModelGuard(active=False)
         self._hooks = [
@@ -97,6 +103,8 @@ class WholeModel:
         tensors = self._tensors()
         for name in self._shapes:
             each = tensors[name]
+            if each.is_meta:
+                continue
             each.data = torch.empty(0, dtype=each.dtype, device=each.device)
             each.grad = None
         self._note_new_groups()
@@ -107,35 +115,59 @@ class WholeModel:
         self._guard.active = bool(self._shapes)
 
     @contextmanager
-    def whole(self, *, fill: bool = True, optimizer: bool = False) -> Iterator[None]:
-        """Inside, every worker has the whole model. `fill=False`: without the values of the others.
-
-        `optimizer`: the optimizer has all parameters too, and their state.
-        """
+    def whole(self) -> Iterator[None]:
+        """Inside, every worker has the whole model."""
+        if self.never_whole:
+            raise IncompatibleError(
+                "the model was made on the meta device, so no worker has all of it: call run.predict(x) for its "
+                "output, or sl.save(folder, step=…, run=run), and load the checkpoint into a whole model"
+            )
         self._depth += 1
         try:
             if self._depth == 1:
                 self._allocate()
-                if fill:
-                    self._fill()
-            if optimizer:
-                self._complete_optimizer(fill)
+                self._fill()
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
                 self.release()
 
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Inside, a checkpoint reads or loads this worker's part of the model."""
+        before, self._guard.active = self._guard.active, False
+        try:
+            yield
+        finally:
+            self._guard.active = before
+
+    def model_part(self) -> ModelPart:
+        """What of the model this worker saves and loads."""
+        with self.part():
+            state = self.model.state_dict(keep_vars=True)
+        first_names = {id(each): name for name, each in self._tensors().items()}
+        owners = {name: self._owners.get(first_names.get(id(value), name), 0) for name, value in state.items()}
+        own = frozenset(name for name, rank in owners.items() if rank == self._own_rank)
+        used = {name for name, value in state.items() if id(value) in self._uses}
+        # A module may have assigned a new tensor to a buffer; it is of the owner's part.
+        return ModelPart(self._own_rank, own if self._root else frozenset(), own | used)
+
     def close(self) -> None:
-        """The run is over: the model and the optimizer are whole from now on."""
+        """The run is over: the model and the optimizer are whole from now on, unless it was made on the meta device."""
+        if self.never_whole:
+            self._guard.reason = ", because it was made on the meta device: load a checkpoint into a whole model"
+            return
         self._allocate()
         self._fill()
-        self._complete_optimizer(fill=True)
+        self._complete_optimizer()
 
     def end(self) -> None:
         """Remove the hooks. After an error the model stays in parts, and says so when it is called."""
         if self._guard.active:
-            self._guard.ended = True
+            self._guard.reason = self._guard.reason or (
+                ", because an error has ended its run: load a checkpoint into a new model"
+            )
             return
         for hook in self._hooks:
             hook.remove()
@@ -164,11 +196,11 @@ class WholeModel:
             known = {id(each) for each in self._groups[number]}
             self._groups[number] += [each for each in group["params"] if id(each) not in known]
 
-    def _complete_optimizer(self, fill: bool) -> None:
+    def _complete_optimizer(self) -> None:
         self._note_new_groups()
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = list(parameters)
-        if not fill or self._everyone.size == 1:
+        if self._everyone.size == 1:
             return
         parameters_by_name = dict(self.model.named_parameters())
         for rank, root in enumerate(self._roots):
@@ -190,15 +222,15 @@ class _PartialModelGuard:
 
     def __init__(self, active: bool) -> None:
         self.active = active
-        self.ended = False
-        """Whether an error has ended the run."""
+        self.reason = ""
+        """After the run: why the model is not whole."""
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if not self.active:
             return
         name = f"this {type(module).__name__} is split over workers, and this one has only its own part"
-        if self.ended:
-            raise IncompatibleError(f"{name}, because an error has ended its run: load a checkpoint into a new model")
+        if self.reason:
+            raise IncompatibleError(f"{name}{self.reason}")
         raise IncompatibleError(
             f"{name}: call run.step(x, y) to train, run.predict(x) for its output, or enter run.agreed() to have the "
             "whole model"

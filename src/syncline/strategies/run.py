@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from syncline.data import Cursor, MicroBatches, Sharded, move
 from syncline.data.cursor import DataPosition
 from syncline.data.sources import PieceCounts
+from syncline.model_parts import ModelPart
 from syncline.reduction import Stats
 from syncline.world import DataPlace, World
 
@@ -48,6 +49,10 @@ class Run(ABC):
     world: World
     stats: Stats
     """Bytes and seconds so far, on this rank."""
+
+    def model_part(self) -> ModelPart | None:
+        """The part of the model that this worker saves and loads; None if every worker has the whole model."""
+        return None
 
     @property
     @abstractmethod

@@ -232,7 +232,7 @@ def _check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: in
         raise SpecError(f"schedulers=[…] is a list, not {type(schedulers).__name__}: write schedulers=[scheduler]")
 
 
-def check_parameters(model: nn.Module, size: int) -> None:
+def check_parameters(model: nn.Module, size: int, allow_meta: bool = False) -> None:
     """Refuse parameters without values, or that workers could not exchange."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -240,12 +240,12 @@ def check_parameters(model: nn.Module, size: int) -> None:
                 f"{name} has no shape yet (a lazy module makes it in the first forward): run the model on one batch, "
                 "make the optimizer, then call distribute"
             )
-        if tensor.is_meta:
+        if tensor.is_meta and not allow_meta:
             raise IncompatibleError(
                 f"{name} is on the meta device and holds no numbers: allocate it by model.to_empty(device=…) and set "
-                "its values, make the optimizer, then call distribute"
+                "its values, make the optimizer, then call distribute; sl.pipeline makes them stage by stage"
             )
-        if size > 1 and torch._debug_has_internal_overlap(tensor) == OVERLAPS:
+        if size > 1 and not tensor.is_meta and torch._debug_has_internal_overlap(tensor) == OVERLAPS:
             raise IncompatibleError(
                 f"several elements of {name} lie in one place in memory (as expand() makes them), so that it cannot be "
                 "written to: give each its own by .contiguous(), then make the optimizer and call distribute"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.meta_model import check_initializers, has_meta_tensors, make_values
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import PipeDream, PipelineSchedule, build_schedule
 from syncline.parallel.splitting import split, stage_container
@@ -31,10 +34,12 @@ from syncline.training.distribute import (
 )
 from syncline.training.pipeline_run import PipelineOptions, PipelineRun
 from syncline.training.pipeline_stages import Stages, as_tuple, choose_stages
-from syncline.world import World, current_world
+from syncline.world import World, allreduce, broadcast_object, current_world
 
 __all__ = ["check_strategy", "default_micro_batches", "pipeline"]
 
+EXTRA_STATE = "_extra_state"
+"""The last part of a name in a state dict: what `get_extra_state()` of the module returns."""
 MICRO_BATCHES_PER_RANK = 4
 """The default number of micro-batches per pipeline rank. With equal stages the bubble of 1f1b is then below 1/5."""
 
@@ -60,6 +65,7 @@ def pipeline(
     bucket_bytes: int | None = None,
     seed: int = 0,
     schedulers: Sequence[Any] = (),
+    initialize: Callable[[nn.Module], object] | None = None,
 ) -> PipelineRun:
     """Train `model` with its layers split over the workers of the current world. Every worker calls it.
 
@@ -79,6 +85,9 @@ def pipeline(
     `clip_norm` limits the norm of the gradients of the whole model. `scaler` is a GradScaler. `compile=True` compiles
     each stage by torch.compile. `tracer="export"` traces the model by torch.export instead of torch.fx.
 
+    A model that was made on the meta device never exists as a whole: each worker makes the values of its stages, by the
+    `reset_parameters()` of each module or by `initialize(module)`, from `seed`.
+
     >>> import torch, syncline as sl
     >>> def train(world):
     ...     torch.manual_seed(0)
@@ -95,15 +104,18 @@ def pipeline(
     _check_arguments(model, optimizer, loss_fn, microbatches, clip_norm, recompute)
     _check_combination(world, plan, built, optimizer, clip_norm, scaler, recompute, compile)
     check_model(model, world)
-    check_parameters(model, world.size)
+    check_parameters(model, world.size, allow_meta=True)
     check_optimizers(model, (optimizer,), built)
+    made_values = has_meta_tensors(model)
+    if made_values:
+        check_initializers(model, initialize)
     if coder is not None:
         check_optimizer_momentum(coder, momentum_of(optimizer))
         built.check_codec(coder)
     everyone = Communicator(world, "auto")
     check_same(everyone, "models", describe_model(model))
     check_same(everyone, "optimizers", describe_optimizer(optimizer))
-    broadcast_tensors(everyone, [*model.parameters(), *model.buffers()])
+    broadcast_tensors(everyone, [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
     cuts, replicas = choose_stages(model, stages, plan, everyone, example, loss_fn)
     graph = split(model, cuts, example=None if example is None else as_tuple(example), tracer=tracer)
     placement = PipelinePlacement(plan, replicas)
@@ -135,6 +147,8 @@ def pipeline(
         scaler=scaler,
         seed=seed,
         compile=compile,
+        made_values=made_values,
+        initialize=initialize,
         description=graph.describe(),
     )
     return _attach(model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options)
@@ -156,17 +170,18 @@ def _attach(
     world = everyone.world
     rank, _ = placement.position(world.rank)
     containers = [stage_container(graph, placement.stages_of(each)) for each in range(placement.ranks)]
-    owners: dict[str, int] = {}
-    for each, container in enumerate(containers):
-        for name, _ in (*container.named_parameters(remove_duplicate=False), *container.named_buffers()):
-            owners.setdefault(name, each)
-    owners = _owners_by_first_name(model, owners)
+    owners = _owners(model, containers)
     teams = [world.group(placement.team(each)) for each in range(placement.ranks)]
     count = 1 if placement.unequal else placement.replicas[0]
     pipelines = [world.group(placement.pipeline(replica)) for replica in range(count)]
     mine = {id(each) for each in (*containers[rank].parameters(), *containers[rank].buffers())}
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine |= {id(each) for name, each in tensors if name in graph.unused}
+    if options.made_values:
+        with _failing_together(everyone, "make the values of its stages"):
+            make_values(model, mine, options.initialize, options.seed, world.device)
+        team = Communicator(world, "auto", group=teams[rank])
+        broadcast_tensors(team, [*containers[rank].parameters(), *containers[rank].buffers()])
     roots = [placement.team(each)[0] for each in range(placement.ranks)]
     communicator = Communicator(world, algorithm, codec, group=teams[rank])
     whole = WholeModel(model, optimizer, everyone, owners, mine, roots, rank)
@@ -179,6 +194,35 @@ def _attach(
     whole.keep()
     world.runs.append(run)
     return run
+
+
+@contextmanager
+def _failing_together(everyone: Communicator, what: str) -> Iterator[None]:
+    """If one worker fails inside, all raise its error. Every worker enters it."""
+    found: IncompatibleError | None = None
+    try:
+        yield
+    except Exception as error:
+        found = IncompatibleError(f"rank {everyone.rank} could not {what}: {error}")
+        found.__cause__ = error
+    failed = torch.tensor(-1 if found is None else everyone.rank)
+    first = int(allreduce(failed, op="max", group=everyone.group)) if everyone.size > 1 else int(failed)
+    if first >= 0:
+        text = broadcast_object(str(found), first, group=everyone.group) if everyone.size > 1 else str(found)
+        raise found or IncompatibleError(text)
+
+
+def _owners(model: nn.Module, containers: Sequence[nn.Module]) -> dict[str, int]:
+    """The pipeline rank that owns each tensor, by the first of its names, and each module's extra state."""
+    owners: dict[str, int] = {}
+    for rank, container in enumerate(containers):
+        for name, _ in (*container.named_parameters(remove_duplicate=False), *container.named_buffers()):
+            owners.setdefault(name, rank)
+    found = _owners_by_first_name(model, owners)
+    for rank, container in enumerate(containers):
+        for name, _ in container.named_modules():
+            found.setdefault(f"{name}.{EXTRA_STATE}".lstrip("."), rank)
+    return found
 
 
 def _owners_by_first_name(model: nn.Module, owners: dict[str, int]) -> dict[str, int]:

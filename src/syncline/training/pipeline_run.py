@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from syncline.data.partition import mix_seeds
 from syncline.errors import IncompatibleError, SpecError
+from syncline.model_parts import ModelPart
 from syncline.parallel.action_stream import ActionStream
 from syncline.parallel.batch_norm import LAYERS as BATCH_NORMS
 from syncline.parallel.batch_norm import DeferredBatchNorm
@@ -60,6 +61,9 @@ class PipelineOptions:
     scaler: Any = None
     seed: int = 0
     compile: bool = False
+    made_values: bool = False
+    """Whether each worker makes the values of its own part, because the model is on the meta device."""
+    initialize: Callable[[nn.Module], object] | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     """The stages, for config.json: made while this worker still has the whole model."""
 
@@ -118,6 +122,8 @@ class PipelineRun(Run):
         self._counted_bytes = 0
         self._loss_number = self.executor.next_number
         self._tied = TiedParameters(graph, placement, everyone.rank, self._messages, self._loss_number + 1)
+        if options.made_values:
+            self._tied.copy_weights(0)
         self._target_number = self._loss_number + 1 + 2 * len(graph.tied)
         self._data: dict[int, MicroBatch] = {}
         self._step = 0
@@ -600,16 +606,18 @@ class PipelineRun(Run):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside, every worker has the whole model and the whole state of the optimizer, for a checkpoint."""
+        """Inside, a checkpoint reads this worker's part of the model and of the optimizer's state."""
         self.flush()
-        with self.team_run.agreed(), self._whole.whole(optimizer=True):
+        with self.team_run.agreed(), self._whole.part():
             yield
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Inside, a checkpoint is loaded into the whole model and its optimizer. Then each worker keeps its part."""
-        with self._whole.whole(fill=False, optimizer=True):
-            yield
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside, a checkpoint is loaded into this worker's part of the model and of the optimizer's state."""
+        return self._whole.part()
+
+    def model_part(self) -> ModelPart:
+        """The part of the model that this worker saves and loads."""
+        return self._whole.model_part()
 
     def expect(self, steps: int) -> None:
         self.team_run.expect(steps)
@@ -618,7 +626,10 @@ class PipelineRun(Run):
         self.team_run.note_loss(loss)
 
     def close(self) -> None:
-        """End the run: every worker then has the whole model. Every worker closes; a second call does nothing."""
+        """End the run: every worker then has the whole model, unless it was made on the meta device.
+
+        Every worker closes; a second call does nothing.
+        """
         if self._closed:
             return
         self.flush()
@@ -651,26 +662,24 @@ class PipelineRun(Run):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """`shared` has the state of every team, `local` this worker's own."""
+        """`part` is the state of this worker's team, `local` this worker's own."""
         self.flush()
         own = self.team_run.state_dict()
-        teams = [
-            broadcast_object(own["shared"], self.placement.team(rank)[0], group=self._everyone.group)
-            for rank in range(self.placement.ranks)
-        ]
-        shared = {**own["shared"], "format": "pipeline", "teams": teams, "pipeline": self._layout, "next": self._step}
-        return {"shared": shared, "local": own["local"]}
+        progress = {"format": "pipeline", "pipeline": self._layout, "next": self._step, "state": {}}
+        return {"shared": {**own["shared"], **progress}, "local": own["local"], "part": own["shared"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved run, also of another number of stages, or without a pipeline."""
         shared: dict[str, Any] = dict(state["shared"])
         self._step = int(shared["next"] if "next" in shared else shared["steps"])
-        if shared.get("pipeline") == self._layout:
-            self.team_run.load_state_dict({**state, "shared": shared["teams"][self._rank]})
+        team = state["part"] or (
+            shared["teams"][self._rank] if "teams" in shared else None
+        )  # "teams": an older version
+        if shared.get("pipeline") == self._layout and team is not None:
+            self.team_run.load_state_dict({**state, "shared": team})
             return
-        position = shared["teams"][0] if "teams" in shared else shared
-        self.team_run.readers.load_state_dict(position["cursors"])
-        self.stats.steps = int(position["steps"])
+        self.team_run.readers.load_state_dict(shared["cursors"])
+        self.stats.steps = int(shared["steps"])
         strategy, codec = self.team_run.strategy, self.team_run.communicator.codec
         if self._everyone.rank == 0 and (codec is not None or repr(strategy) != "allreduce"):
             logger.warning(

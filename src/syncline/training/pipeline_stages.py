@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from syncline.errors import SpecError, SynclineError
+from syncline.parallel.meta_model import has_meta_tensors
 from syncline.parallel.partition import LayerCost, ModelProfile, StagePartition, balanced, pipedream
 from syncline.parallel.profile import profile_model
 from syncline.parallel.schedules import PipelineSchedule
@@ -36,6 +37,13 @@ def choose_stages(
     """The cuts, and the workers of each pipeline rank. Every worker calls it; rank 0 decides where it measures."""
     size, chunks = everyone.size, schedule.stages_per_rank
     stages = open_partition(stages)
+    if has_meta_tensors(model):
+        if stages == AUTO and example is not None:
+            raise SpecError(
+                'stages="auto" with an example measures the layers, and this model on the meta device has no values: '
+                "leave example out, or give a number of stages, names of modules or the file of a partition"
+            )
+        example = None  # nothing can be measured
     if stages == AUTO and example is not None and chunks == 1 and schedule.unequal_replicas and size > 1:
         bandwidth = _bandwidth(everyone)
         found = _decide(

@@ -1,26 +1,29 @@
-"""`TensorSlice`: the part of one tensor of the unsplit model that a worker has.
+"""The part of an unsplit model that one worker has: some of its tensors, and slices of others.
+
+`DimensionSlice(0, ((1, 2), (3, 4), (5, 6)), 6)`:
 
 ```text
-whole, 6 rows    q0 q1 k0 k1 v0 v1          TensorSlice(0, ((1, 2), (3, 4), (5, 6)), 6)
+whole, 6 rows    q0 q1 k0 k1 v0 v1
 this worker         q1    k1    v1
 ```
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = ["TensorSlice"]
+__all__ = ["DimensionSlice", "ModelPart"]
 
 
 @dataclass(frozen=True)
-class TensorSlice:
+class DimensionSlice:
     """Ranges along one dimension of a tensor, one after another.
 
-    >>> half = TensorSlice(0, ((2, 4),), 4)
+    >>> half = DimensionSlice(0, ((2, 4),), 4)
     >>> half.take(torch.arange(4)), half.length
     (tensor([2, 3]), 2)
     """
@@ -46,3 +49,17 @@ class TensorSlice:
         sizes = [stop - start for start, stop in self.ranges]
         for (start, stop), values in zip(self.ranges, torch.split(part, sizes, self.dimension), strict=True):
             whole.narrow(self.dimension, start, stop - start).copy_(values)
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """The part of a model that a worker saves and loads. Names are those of the unsplit model's state dict."""
+
+    number: int
+    """Workers with the same part have the same number."""
+    saves: frozenset[str]
+    """The names that this worker saves. Each name is saved by one worker, or by several with a slice each."""
+    loads: frozenset[str]
+    """The names that this worker needs."""
+    slices: Mapping[str, DimensionSlice] = field(default_factory=dict)
+    """The names of which it has only a slice."""

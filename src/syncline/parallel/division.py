@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.team import Team
 
-__all__ = ["LayerDivision", "Share", "divide_class", "restore_class"]
+__all__ = ["LayerDivision", "Share", "divide_class", "restore_class", "take_share"]
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,14 @@ class LayerDivision(ABC):
 
     axis: ClassVar[str] = "tensor"
     """The axis of the mesh. "tensor": the workers of a team read the same data. "shared": they read different data, so
-    a gradient here is the sum over all of them, and is divided by their number."""
+    a gradient here is the sum over all of them, and the run divides it by their number.
+
+    A parameter that every worker has as a whole must have the same gradient on all workers of a tensor team. A layer
+    whose workers see different parts of the input uses `copy_to_team(parameter, team)` instead of the parameter.
+    """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
-
-    @property
-    def partial(self) -> frozenset[str]:
-        """Parameters that every worker has as a whole, and whose gradient is the sum over the team: norms that see a
-        part of the sequence."""
-        return frozenset()
 
     @abstractmethod
     def check(self, size: int) -> None:
@@ -102,3 +101,19 @@ def restore_class(module: nn.Module, *attributes: str) -> None:
     module.__class__ = vars(type(module))["_before"]
     for name in attributes:
         vars(module).pop(name, None)
+
+
+def take_share(module: nn.Module, share: Share) -> None:
+    """Replace the tensors of a whole module by this worker's share of them. Tensors that it does not have are empty.
+
+    >>> layer = nn.Linear(2, 4, bias=False)
+    >>> take_share(layer, Share({"weight": DimensionSlice(0, ((0, 2),), 4)}))
+    >>> layer.weight.shape
+    torch.Size([2, 2])
+    """
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    for name, cut in share.slices.items():
+        tensors[name].data = cut.take(tensors[name].data)
+    for name in share.absent:
+        tensors[name].data = torch.empty(0, dtype=tensors[name].dtype, device=tensors[name].device)

@@ -100,4 +100,4 @@ def test_a_strategy_that_is_a_pipeline_is_told_where_pipelines_are() -> None:
 
 def test_factors_are_not_divided_within_quotes() -> None:
     assert factors("pipeline(['a x b']) x local") == ["pipeline(['a x b'])", "local"]
-    assert read_parallel("pipeline(['a x b'])")[0] is not None
+    assert read_parallel("pipeline(['a x b'])").pipeline is not None

@@ -14,6 +14,7 @@ worker 1   weight (4, 4), rows 4–7
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,9 +92,26 @@ def divide_class(module: nn.Module, mixin: type, **attributes: Any) -> None:
     (3, True)
     """
     before = type(module)
-    module.__class__ = type(f"{mixin.__name__}{before.__name__}", (mixin, before), {"_before": before})
+    members: dict[str, Any] = {"_before": before, "__reduce_ex__": _reduce_whole}
+    if not hasattr(before, "__deepcopy__"):
+        members["__deepcopy__"] = _copy_divided
+    module.__class__ = type(f"{mixin.__name__}{before.__name__}", (mixin, before), members)
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
+
+
+def _copy_divided(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy that computes with the team too: `copy.deepcopy` would use `__reduce_ex__`."""
+    copied = type(module).__new__(type(module))
+    memo[id(module)] = copied
+    copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return copied
+
+
+def _reduce_whole(module: nn.Module, protocol: Any) -> Any:
+    """A pickled module is one of its own class: the other class exists in this process only."""
+    reduced: Any = object.__reduce_ex__(module, protocol)
+    return (reduced[0], (vars(type(module))["_before"], *reduced[1][1:]), *reduced[2:])
 
 
 def restore_class(module: nn.Module, *attributes: str) -> None:

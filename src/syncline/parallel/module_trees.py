@@ -14,7 +14,7 @@ Since modules and parameters are the model's own, `model.eval()`, optimizers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from syncline.errors import SpecError
 from syncline.parallel.stages import StageGraph
 
-__all__ = ["ModuleTree", "StageModule", "stage_container"]
+__all__ = ["ModuleTree", "StageModule", "partial_tree", "stage_container"]
 
 
 class ModuleTree(nn.Module):
@@ -64,6 +64,18 @@ def stage_container(graph: StageGraph, stages: Sequence[int]) -> ModuleTree:
         if not 0 <= index < len(graph.stages):
             raise SpecError(f"there is no stage {index}: the model has stages 0 to {len(graph.stages) - 1}")
     return _merged([graph.stages[index].module for index in sorted(set(stages))])
+
+
+def partial_tree(model: nn.Module, names: Collection[str]) -> ModuleTree:
+    """Some parameters and buffers of a model under their names.
+
+    >>> list(partial_tree(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), ["0.bias", "1.weight"]).state_dict())
+    ['0.bias', '1.weight']
+    """
+    tree = ModuleTree(_entries(model))
+    _fill(tree, model, "", set(names))
+    tree.training = model.training
+    return tree
 
 
 def _entries(module: nn.Module) -> list[str]:

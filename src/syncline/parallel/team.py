@@ -29,7 +29,7 @@ from syncline.collectives import NATIVE, build, channel
 from syncline.collectives.executor import chunk_edges
 from syncline.reduction import Stats
 from syncline.transports import Handle, Op
-from syncline.world import Group
+from syncline.world import Group, broadcast_from
 from syncline.world.arrays import widen
 from syncline.world.functional import compare_calls
 
@@ -59,6 +59,8 @@ class Team:
         """The number of collectives so far, by kind."""
         self.sent_bytes = 0
         """The logical bytes of this worker's tensors in them: what a reduction reduces, and what others receive."""
+        self.in_backward: Callable[[], None] | None = None
+        """Called before a collective of a backward pass."""
 
     @property
     def active(self) -> bool:
@@ -154,6 +156,14 @@ class Team:
         self._run("alltoall", call, (len(x) - send[self.rank]) * row_size(x), work)
         return output
 
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        """The tensor of one worker. All have one of the same shape and dtype."""
+        if self.size == 1:
+            return x
+        self.calls["broadcast"] += 1
+        found: Tensor = broadcast_from(x.cpu(), root, group=self.group)
+        return found.to(x.device)
+
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
         """Send `counts[i]` to worker i. Returns the numbers from all workers."""
         received = self.alltoall(torch.tensor(list(counts)), [1] * self.size, [1] * self.size)
@@ -186,6 +196,8 @@ class Team:
         things."""
         self.calls[kind] += 1
         self.sent_bytes += nbytes
+        if self.in_backward is not None and torch._C._current_graph_task_id() != -1:
+            self.in_backward()
         if call:
             compare_calls(self.group, f"{kind}({call})")
         now = self.group.world.runtime.now

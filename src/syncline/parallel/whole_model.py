@@ -42,9 +42,11 @@ class WholeModel:
         mine: set[int],
         roots: Sequence[int],
         rank: int,
+        saves: bool,
     ) -> None:
         """`owners`: the pipeline rank that has each parameter and buffer, by name. `mine`: the `id`s of those that this
-        worker uses. `roots`: the worker of each pipeline rank that sends them. `rank`: the own pipeline rank."""
+        worker uses. `roots`: the worker of each pipeline rank that sends them. `rank`: the own pipeline rank. `saves`:
+        whether this worker saves its part in checkpoints."""
         self.model, self.optimizer = model, optimizer
         self._everyone, self._roots = everyone, roots
         self._owners = owners
@@ -61,7 +63,7 @@ class WholeModel:
         self.trained_here = {number for number, name in self._names_by_id.items() if owners[name] == rank}
         """The `id`s of the parameters that this worker's optimizer updates: its own, without copies of tied ones."""
         self._own_rank = rank
-        self._root = everyone.rank == roots[rank]
+        self._saves = saves
         self._uses = mine
         self.never_whole = any(each.is_meta for each in foreign.values())
         """Whether no worker may have the whole model: it was made on the meta device."""
@@ -151,7 +153,7 @@ class WholeModel:
         own = frozenset(name for name, rank in owners.items() if rank == self._own_rank)
         used = {name for name, value in state.items() if id(value) in self._uses}
         # A module may have assigned a new tensor to a buffer; it is of the owner's part.
-        return ModelPart(self._own_rank, own if self._root else frozenset(), own | used)
+        return ModelPart(self._own_rank, own if self._saves else frozenset(), own | used)
 
     def close(self) -> None:
         """The run is over: the model and the optimizer are whole from now on, unless it was made on the meta device."""

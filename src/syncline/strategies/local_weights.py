@@ -32,10 +32,27 @@ from syncline.strategies.base import (
     wide_dtype,
 )
 
-__all__ = ["AveragingRun", "DeltaReducer", "LocalWeightsRun", "load_optimizer_state", "optimizer_state"]
+__all__ = [
+    "AveragingRun",
+    "DeltaReducer",
+    "LocalWeightsRun",
+    "called_by_grad_scaler",
+    "load_optimizer_state",
+    "optimizer_state",
+]
 
 MAX_CALLER_FRAMES = 8
 """Largest number of stack frames above a step hook that are searched: torch's wrappers of `step` come first."""
+
+
+def called_by_grad_scaler() -> bool:
+    """Whether a GradScaler has called the optimizer, whose hook asks."""
+    frame = inspect.currentframe()
+    for _ in range(MAX_CALLER_FRAMES):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return True
+    return False
 
 
 class LocalWeightsRun(StrategyRun):
@@ -166,16 +183,13 @@ class LocalWeightsRun(StrategyRun):
             check_gradients(self)
         if self.alone:
             return
-        if self.needs_every_step and not hasattr(optimizer, "found_inf"):  # a fused optimizer reports skipped steps
-            frame = inspect.currentframe()
-            for _ in range(MAX_CALLER_FRAMES):
-                frame = None if frame is None else frame.f_back
-                if frame is not None and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-                    raise IncompatibleError(
-                        f"{self.strategy!r} with a GradScaler: the scaler may skip a step on one worker only, and the "
-                        "workers would no longer be in the same round. Give the optimizer fused=True, train in "
-                        "bfloat16 without a scaler, or take strategy allreduce"
-                    )
+        # A fused optimizer reports skipped steps.
+        if self.needs_every_step and not hasattr(optimizer, "found_inf") and called_by_grad_scaler():
+            raise IncompatibleError(
+                f"{self.strategy!r} with a GradScaler: the scaler may skip a step on one worker only, and the workers "
+                "would no longer be in the same round. Give the optimizer fused=True, train in bfloat16 without a "
+                "scaler, or take strategy allreduce"
+            )
         self.check_closure(kwargs.get("closure", args[1] if len(args) > 1 else None))  # the optimizer comes first
         self.before_step()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,11 @@ from syncline.strategies.model_watch import refuse_wrapped, refuse_wrapper_aroun
 from syncline.training.last_checkpoint import save_for_later
 from syncline.training.signals import leave_on_signals
 from syncline.world import World, current_world
+
+if TYPE_CHECKING:
+    from syncline.parallel.division_specs import DivisionSpec
+    from syncline.training.mesh import DivisionPlan
+    from syncline.training.mesh_run import MeshRun
 
 __all__ = [
     "check_model",
@@ -55,7 +61,7 @@ def distribute(
     on_resize: Callable[[int, int], None] | None = None,
     collective: str | None = None,
     *,
-    parallel: str | None = None,
+    parallel: str | DivisionSpec | Sequence[str | DivisionSpec] | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
 ) -> Run:
     """Train `model` on all workers of the current world with a synchronisation strategy, by default "allreduce".
@@ -80,6 +86,9 @@ def distribute(
     `parallel="pipeline(2) x allreduce"` splits the model into two stages, and synchronises the workers of each stage by
     a strategy. The result is the `PipelineRun` of `sl.pipeline(model, optimizer, loss_fn, stages=2)`, which has
     `run.step(x, y)`. The arguments of `pipeline(…)` are stages, schedule, microbatches and recompute.
+    `parallel=sl.parallel.tensor(plan, size=2)` divides layers over teams of two workers, which read the same batches;
+    the other workers are data-parallel. `sl.parallel.spatial`, `experts` and `weird_trick` divide images, experts and
+    dense layers. A list of these, or a text such as "pipeline(2) x tensor(2)", combines them.
 
     >>> import torch, syncline as sl
     >>> def train(world):
@@ -96,23 +105,26 @@ def distribute(
         algorithm = collective
     _check_kinds(model, optimizer)
     _check_options(bucket_bytes, schedulers, seed, diagnose)
+    divisions: tuple[DivisionSpec, ...] = ()
     if parallel is not None:
         from syncline.training.parallel_spec import distribute_pipeline, read_parallel
 
-        stages, named = read_parallel(parallel)
-        if named is not None and strategy is not None:
+        named = read_parallel(parallel)
+        if named.strategy is not None and strategy is not None:
             raise SpecError(f"parallel={parallel!r} names a strategy, and so does strategy={strategy!r}: leave one out")
-        strategy = named or strategy
-        if stages is not None:
+        strategy, divisions = named.strategy or strategy, named.divisions
+        if named.pipeline is not None:
             refused = {"diagnose": diagnose, "find_unused_parameters": find_unused_parameters, "on_resize": on_resize}
             options: dict[str, Any] = {"algorithm": algorithm, "bucket_bytes": bucket_bytes, "seed": seed}
-            options |= {"check_finite": check_finite, "schedulers": schedulers}
+            options |= {"check_finite": check_finite, "schedulers": schedulers, "parallel": divisions}
             return distribute_pipeline(
-                stages, model, optimizer, loss_fn, strategy or "allreduce", codec, refused, **options
+                named.pipeline, model, optimizer, loss_fn, strategy or "allreduce", codec, refused, **options
             )
     world = current_world()
     coder = build_codec(codec)
     built = build_strategy(strategy or "allreduce")
+    if parallel is None and world.elastic is None and not built.asynchronous:
+        divisions = automatic_divisions(model)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     check_model(model, world)
     check_parameters(model, world.size)
@@ -135,11 +147,22 @@ def distribute(
     check_same(communicator, "models", describe_model(model))
     for each in optimizers:
         check_same(communicator, "optimizers", describe_optimizer(each))
+    plan = None
+    if divisions:
+        from syncline.training.mesh import check_division, check_optimizer_of_slices, plan_mesh
+
+        plan = plan_mesh(model, divisions, world.size)
+        if plan.divisions:
+            check_division(built, world)
+            check_optimizer_of_slices(optimizers, plan.tensors)
     chosen = {"strategy": repr(built), "collective": communicator.collective, "codec": repr(coder)}
+    chosen |= {} if plan is None else plan.describe()
     shared = {name: str(getattr(settings, name)) for name in SHARED_SETTINGS}
     check_same(communicator, "settings", {**chosen, **shared})
     broadcast_tensors(communicator, [*model.parameters(), *model.buffers()])
     _warn_of_local_norms(model, world)
+    if plan is not None and plan.divisions:
+        return _divide(model, optimizers, plan, communicator, built, algorithm, coder, settings)
     run = built.attach(model, optimizers[0], communicator, settings)
     try:
         run.start_in_team()
@@ -148,6 +171,50 @@ def distribute(
         raise
     world.runs.append(run)
     return run
+
+
+def _divide(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    plan: DivisionPlan,
+    everyone: Communicator,
+    strategy: Strategy,
+    algorithm: str,
+    codec: Codec | None,
+    settings: RunSettings,
+) -> MeshRun:
+    """Divide the layers of a model that all workers have whole, and attach the strategy to the parts."""
+    from syncline.training.mesh import MeshGroups
+    from syncline.training.mesh_run import MeshRun
+    from syncline.training.team_runs import attach_teams
+
+    world, optimizer = everyone.world, optimizers[0]
+    groups = MeshGroups.make(world, plan)
+    divided = plan.divide(model, optimizer, groups, world)
+    assert divided is not None, "there are divisions"
+    teams = None
+    try:
+        teams = attach_teams(strategy, model, optimizer, divided, groups.data, world, algorithm, codec, settings)
+        run = MeshRun(model, plan, groups, teams, everyone, divided)
+    except BaseException:  # no hook of a run that does not exist stays behind
+        if teams is not None:
+            teams.release()
+        divided.undo()
+        raise
+    divided.keep()
+    world.mesh = plan.mesh
+    world.runs.append(run)
+    return run
+
+
+def automatic_divisions(model: nn.Module) -> tuple[DivisionSpec, ...]:
+    """What `distribute` divides if `parallel` is not given: the experts of `sl.parallel.Experts`, if there are any."""
+    experts = sys.modules.get("syncline.parallel.experts")  # not imported: the model has none
+    if experts is None or not experts.expert_counts(model):
+        return ()
+    from syncline.parallel.division_specs import ExpertParallel
+
+    return (ExpertParallel(),)
 
 
 def _prepare_elastic(

@@ -1,4 +1,8 @@
-"""`parallel="pipeline(2) x allreduce"` of `distribute`: how the workers divide the training, as one text."""
+"""`parallel=` of `distribute`: how the workers divide the training.
+
+A text such as "pipeline(2) x tensor(2) x allreduce", a `DivisionSpec` such as `sl.parallel.tensor(plan, size=2)`, or a
+list of both.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,13 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Codec
 from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.division_specs import (
+    DivisionSpec,
+    ExpertParallel,
+    SpatialParallel,
+    TensorParallel,
+    WeirdTrick,
+)
 from syncline.parallel.stage_runner import Recompute
 from syncline.specs import Registry, factors, nearest, parse
 from syncline.strategies import OTHER_NAMES, Strategy, build_strategy, strategy_names
@@ -18,9 +29,9 @@ from syncline.training.pipeline import pipeline
 from syncline.training.pipeline_run import PipelineRun
 from syncline.training.pipeline_stages import AUTO, Stages
 
-__all__ = ["PipelineSpec", "distribute_pipeline", "read_parallel"]
+__all__ = ["ParallelPlan", "PipelineSpec", "distribute_pipeline", "read_parallel"]
 
-FORM = 'write "pipeline(2) x allreduce"'
+FORM = 'write "pipeline(2) x tensor(2) x allreduce"'
 
 
 @dataclass(frozen=True)
@@ -33,48 +44,87 @@ class PipelineSpec:
     recompute: Recompute = "never"
 
 
-_PIPELINES = Registry[PipelineSpec]("kind of parallelism")
-_PIPELINES.add("pipeline", PipelineSpec)
+@dataclass(frozen=True)
+class ParallelPlan:
+    """What `parallel=` names."""
+
+    pipeline: PipelineSpec | None = None
+    divisions: tuple[DivisionSpec, ...] = ()
+    strategy: Strategy | None = None
+
+
+_KINDS = Registry[PipelineSpec | DivisionSpec]("kind of parallelism")
+for _name, _kind in (
+    ("pipeline", PipelineSpec),
+    ("tensor", TensorParallel),
+    ("spatial", SpatialParallel),
+    ("experts", ExpertParallel),
+    ("weird_trick", WeirdTrick),
+):
+    _KINDS.add(_name, _kind)
+_NAMES = ("pipeline", "tensor", "spatial", "experts", "weird_trick")
 _OTHER_NAMES = {
     **OTHER_NAMES,
     **dict.fromkeys(("pp", "pipelineparallel", "gpipe", "1f1b", "pipedream"), "pipeline"),
+    **dict.fromkeys(("tp", "tensorparallel", "megatron", "columns", "rows"), "tensor"),
+    **dict.fromkeys(("ep", "moe", "expert", "expertparallel"), "experts"),
+    **dict.fromkeys(("owt", "oneweirdtrick", "hybrid"), "weird_trick"),
 }
 
 
-def read_parallel(text: str) -> tuple[PipelineSpec | None, Strategy | None]:
-    """The pipeline and the strategy that a text names; None for what it does not name.
+def read_parallel(parallel: str | DivisionSpec | Sequence[str | DivisionSpec]) -> ParallelPlan:
+    """What `parallel=` names.
 
-    >>> read_parallel("pipeline(2, microbatches=8) x local(period=4)")
-    (PipelineSpec(stages=2, schedule='1f1b', microbatches=8, recompute='never'), local(period=4))
+    >>> plan = read_parallel("pipeline(2, microbatches=8) x tensor(2) x local(period=4)")
+    >>> plan.pipeline, plan.divisions
+    (PipelineSpec(stages=2, schedule='1f1b', microbatches=8, recompute='never'), (TensorParallel(plan=None, size=2),))
+    >>> plan.strategy
+    local(period=4)
     >>> read_parallel("pipline(2)")
     Traceback (most recent call last):
     ...
     syncline.errors.SpecError: parallel='pipline(2)': unknown name 'pipline'; did you mean 'pipeline'? available: \
-'adacomm', 'allreduce', 'average', 'bsp', 'diloco', 'downpour', 'easgd', 'ensemble', 'gossip', 'hogwild', 'local', \
-'master', 'onesided', 'pipeline', 'ssp'
+'adacomm', 'allreduce', 'average', 'bsp', 'diloco', 'downpour', 'easgd', 'ensemble', 'experts', 'gossip', 'hogwild', \
+'local', 'master', 'onesided', 'pipeline', 'spatial', 'ssp', 'tensor', 'weird_trick'
     """
     pipelines: list[PipelineSpec] = []
+    divisions: list[DivisionSpec] = []
     strategies: list[Strategy] = []
-    for factor in factors(text):
-        try:
-            first, *more = parse(factor)
-        except SpecError as error:
-            raise SpecError(f"parallel={text!r}: {error}; for example, {FORM}") from None
-        if more:
-            raise SpecError(f"parallel={text!r}: {factor!r} is a chain; {FORM}, and name codecs by codec=")
-        if first.name == "pipeline":
-            pipelines.append(_PIPELINES.make(first))
-        elif first.name in strategy_names():
-            strategies.append(build_strategy(factor))
-        else:
-            known = ["pipeline", *strategy_names()]
-            raise SpecError(
-                f"parallel={text!r}: unknown name {first.name!r}; {nearest(first.name, known, _OTHER_NAMES)}"
+    for part in [parallel] if isinstance(parallel, (str, DivisionSpec)) else list(parallel):
+        if isinstance(part, DivisionSpec):
+            divisions.append(part)
+            continue
+        if not isinstance(part, str):
+            raise SpecError(f"parallel={part!r}: a text, the result of sl.parallel.tensor(…), or a list of these")
+        for factor in factors(part):
+            found = _read_factor(part, factor)
+            kind: list[Any] = (
+                pipelines
+                if isinstance(found, PipelineSpec)
+                else divisions
+                if isinstance(found, DivisionSpec)
+                else strategies
             )
-    for found, what in ((pipelines, "pipelines"), (strategies, "strategies")):
-        if len(found) > 1:
-            raise SpecError(f"parallel={text!r} has {len(found)} {what}, and at most one is possible; {FORM}")
-    return (pipelines[0] if pipelines else None), (strategies[0] if strategies else None)
+            kind.append(found)
+    for several, what in ((pipelines, "pipelines"), (strategies, "strategies")):
+        if len(several) > 1:
+            raise SpecError(f"parallel={parallel!r} has {len(several)} {what}, and at most one is possible; {FORM}")
+    return ParallelPlan(pipelines[0] if pipelines else None, tuple(divisions), strategies[0] if strategies else None)
+
+
+def _read_factor(text: str, factor: str) -> PipelineSpec | DivisionSpec | Strategy:
+    try:
+        first, *more = parse(factor)
+    except SpecError as error:
+        raise SpecError(f"parallel={text!r}: {error}; for example, {FORM}") from None
+    if more:
+        raise SpecError(f"parallel={text!r}: {factor!r} is a chain; {FORM}, and name codecs by codec=")
+    if first.name in _NAMES:
+        return _KINDS.make(first)
+    if first.name in strategy_names():
+        return build_strategy(factor)
+    known = sorted([*_NAMES, *strategy_names()])
+    raise SpecError(f"parallel={text!r}: unknown name {first.name!r}; {nearest(first.name, known, _OTHER_NAMES)}")
 
 
 def distribute_pipeline(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.division_specs import DivisionSpec
 from syncline.parallel.meta_model import check_initializers, has_meta_tensors, make_values
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import PipeDream, PipelineSchedule, build_schedule
@@ -32,9 +33,12 @@ from syncline.training.distribute import (
     describe_optimizer,
     momentum_of,
 )
-from syncline.training.pipeline_run import PipelineOptions, PipelineRun
+from syncline.training.mesh import DivisionPlan, MeshGroups, check_division, check_optimizer_of_slices, plan_mesh
+from syncline.training.pipeline_run import PipelineGroups, PipelineOptions, PipelineRun
 from syncline.training.pipeline_stages import Stages, as_tuple, choose_stages
+from syncline.training.team_runs import attach_teams
 from syncline.world import World, allreduce, broadcast_object, current_world
+from syncline.world.mesh import Mesh
 
 __all__ = ["check_strategy", "default_micro_batches", "pipeline"]
 
@@ -66,6 +70,7 @@ def pipeline(
     seed: int = 0,
     schedulers: Sequence[Any] = (),
     initialize: Callable[[nn.Module], object] | None = None,
+    parallel: DivisionSpec | Sequence[DivisionSpec] = (),
 ) -> PipelineRun:
     """Train `model` with its layers split over the workers of the current world. Every worker calls it.
 
@@ -84,6 +89,8 @@ def pipeline(
     `recompute` is "always", "except_last" or "never": whether activations are computed again instead of kept.
     `clip_norm` limits the norm of the gradients of the whole model. `scaler` is a GradScaler. `compile=True` compiles
     each stage by torch.compile. `tracer="export"` traces the model by torch.export instead of torch.fx.
+
+    `parallel` divides layers of the stages too, such as `sl.parallel.tensor(plan, size=2)`.
 
     A model that was made on the meta device never exists as a whole: each worker makes the values of its stages, by the
     `reset_parameters()` of each module or by `initialize(module)`, from `seed`.
@@ -117,6 +124,8 @@ def pipeline(
     check_same(everyone, "optimizers", describe_optimizer(optimizer))
     broadcast_tensors(everyone, [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
     cuts, replicas = choose_stages(model, stages, plan, everyone, example, loss_fn)
+    specs = [parallel] if isinstance(parallel, DivisionSpec) else list(parallel)
+    divided = _plan_divisions(model, specs, cuts, replicas, world, built, optimizer)
     graph = split(model, cuts, example=None if example is None else as_tuple(example), tracer=tracer)
     placement = PipelinePlacement(plan, replicas)
     if microbatches is not None and plan.microbatches not in (None, microbatches):
@@ -130,6 +139,7 @@ def pipeline(
         "micro-batches": str(wanted),
         "strategy": repr(built),
         "codec": repr(coder),
+        **({} if divided is None else divided.describe()),
         "options": f"recompute={recompute}, clip_norm={clip_norm}, seed={seed}, check_finite={check_finite}",
     }
     check_same(everyone, "pipeline settings", chosen)
@@ -151,7 +161,39 @@ def pipeline(
         initialize=initialize,
         description=graph.describe(),
     )
-    return _attach(model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options)
+    return _attach(
+        model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options, divided
+    )
+
+
+def _plan_divisions(
+    model: nn.Module,
+    specs: Sequence[DivisionSpec],
+    cuts: Sequence[str],
+    replicas: Sequence[int],
+    world: World,
+    strategy: Strategy,
+    optimizer: Optimizer,
+) -> DivisionPlan | None:
+    """How layers of the stages are divided; None: they are not."""
+    if not specs:
+        return None
+    if len(set(replicas)) > 1:
+        raise IncompatibleError(
+            f"stages with {list(replicas)} workers cannot divide layers, for which each stage needs as many: give a "
+            "number of stages, or a partition with equal replicas"
+        )
+    found = plan_mesh(model, specs, world.size, pipeline=len(replicas))
+    check_division(strategy, world)
+    check_optimizer_of_slices((optimizer,), found.tensors)
+    for division in found.divisions:
+        inside = next((cut for cut in cuts if cut.startswith(f"{division.name}.")), None)
+        if inside is not None:
+            raise IncompatibleError(
+                f"the cut {inside} lies inside {division.name}, whose layers are divided together: cut before or after "
+                "it"
+            )
+    return found if found.divisions else None
 
 
 def _attach(
@@ -166,34 +208,64 @@ def _attach(
     algorithm: str,
     settings: RunSettings,
     options: PipelineOptions,
+    plan: DivisionPlan | None,
 ) -> PipelineRun:
     world = everyone.world
-    rank, _ = placement.position(world.rank)
+    rank, replica = placement.position(world.rank)
     containers = [stage_container(graph, placement.stages_of(each)) for each in range(placement.ranks)]
     owners = _owners(model, containers)
-    teams = [world.group(placement.team(each)) for each in range(placement.ranks)]
-    count = 1 if placement.unequal else placement.replicas[0]
-    pipelines = [world.group(placement.pipeline(replica)) for replica in range(count)]
+    groups = _make_groups(world, placement, plan)
     mine = {id(each) for each in (*containers[rank].parameters(), *containers[rank].buffers())}
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine |= {id(each) for name, each in tensors if name in graph.unused}
     if options.made_values:
         with _failing_together(everyone, "make the values of its stages"):
             make_values(model, mine, options.initialize, options.seed, world.device)
-        team = Communicator(world, "auto", group=teams[rank])
+        team = Communicator(world, "auto", group=groups.stage)
         broadcast_tensors(team, [*containers[rank].parameters(), *containers[rank].buffers()])
     roots = [placement.team(each)[0] for each in range(placement.ranks)]
-    communicator = Communicator(world, algorithm, codec, group=teams[rank])
-    whole = WholeModel(model, optimizer, everyone, owners, mine, roots, rank)
+    saves = replica == 0 if groups.mesh is None else groups.mesh.position(world.rank)[1] == 0
+    whole = WholeModel(model, optimizer, everyone, owners, mine, roots, rank, saves)
+    divided, teams = None, None
     try:
-        team_run = strategy.attach(containers[rank], optimizer, communicator, settings)
-        run = PipelineRun(whole, graph, placement, team_run, everyone, pipelines, loss_fn, options)
+        if plan is not None and groups.layers is not None:
+            divided = plan.divide(model, optimizer, groups.layers, world, containers[rank])
+        teams = attach_teams(
+            strategy, containers[rank], optimizer, divided, groups.data, world, algorithm, codec, settings
+        )
+        run = PipelineRun(whole, graph, placement, teams, everyone, groups, containers[rank], loss_fn, options, divided)
     except BaseException:
+        if teams is not None:
+            teams.release()
+        if divided is not None:
+            divided.undo()
         whole.undo()
         raise
     whole.keep()
+    if divided is not None:
+        divided.keep()
+    if groups.mesh is not None:
+        world.mesh = groups.mesh
     world.runs.append(run)
     return run
+
+
+def _make_groups(world: World, placement: PipelinePlacement, plan: DivisionPlan | None) -> PipelineGroups:
+    """This worker's groups. Every worker makes all of them, in the same order."""
+    rank, replica = placement.position(world.rank)
+    if plan is None:
+        teams = [world.group(placement.team(each)) for each in range(placement.ranks)]
+        count = 1 if placement.unequal else placement.replicas[0]
+        pipelines = [world.group(placement.pipeline(each)) for each in range(count)]
+        own = pipelines[0 if placement.unequal else replica]
+        mesh = None if placement.unequal else Mesh(pipeline=placement.ranks, data=placement.replicas[0])
+        seed = 0 if placement.unequal else replica
+        return PipelineGroups(teams[rank], {"whole": teams[rank]}, own, own, seed, mesh)
+    layers = MeshGroups.make(world, plan)
+    stages = [world.group(placement.team(each)) for each in range(placement.ranks)]
+    _, data, shared, _ = plan.mesh.position(world.rank)
+    seed = data * plan.mesh.shared + shared
+    return PipelineGroups(stages[rank], layers.data, layers.pipeline, layers.holders, seed, plan.mesh, layers)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from syncline.parallel.action_stream import ActionStream
 from syncline.parallel.batch_norm import LAYERS as BATCH_NORMS
 from syncline.parallel.batch_norm import DeferredBatchNorm
 from syncline.parallel.boundary import Place
+from syncline.parallel.divided_model import DividedModel
 from syncline.parallel.executor import PipelineExecutor
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import Action, PipeDream
@@ -41,12 +41,15 @@ from syncline.parallel.tied_parameters import TiedParameters
 from syncline.parallel.weight_versions import WeightVersions
 from syncline.parallel.whole_model import WholeModel
 from syncline.reduction import Communicator
-from syncline.strategies import Run, Shard, StrategyRun
-from syncline.strategies.base import wide_dtype
+from syncline.strategies import Shard
 from syncline.strategies.run import Readers, Steps
-from syncline.world import Group, TeamChange, allreduce, broadcast_object
+from syncline.training.mesh import MeshGroups
+from syncline.training.parts_run import PartsRun
+from syncline.training.team_runs import TeamRuns
+from syncline.world import Group, allreduce, broadcast_object
+from syncline.world.mesh import Mesh
 
-__all__ = ["PipelineOptions", "PipelineRun"]
+__all__ = ["PipelineGroups", "PipelineOptions", "PipelineRun"]
 
 logger = logging.getLogger("syncline")
 
@@ -68,35 +71,56 @@ class PipelineOptions:
     """The stages, for config.json: made while this worker still has the whole model."""
 
 
-class PipelineRun(Run):
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The groups of one worker of a pipeline."""
+
+    stage: Group
+    """The workers of its stages."""
+    data: Mapping[str, Group]
+    """The workers that reduce a kind of parameters. See `TeamRuns`."""
+    pipeline: Group
+    """The workers that compute one batch, one for each stage; all if stages have different numbers of workers."""
+    holders: Group
+    """The workers that together have one copy of the model."""
+    data_position: int
+    """The number of the batch that it reads, among those of a step."""
+    mesh: Mesh | None
+    """None: stages have different numbers of workers."""
+    layers: MeshGroups | None = None
+    """The groups that divide layers, if any are divided."""
+
+
+class PipelineRun(PartsRun):
     """A model in training whose layers are split over the workers. Made by `sl.pipeline`; a context manager.
 
     `step(x, y)` trains on one batch. `model` is the user's model: outside of `agreed()` this worker has only its own
     part of it.
     """
 
+    elastic_refusal = "a pipeline needs the same workers from its start to its end: leave --elastic out"
+
     def __init__(
         self,
         whole: WholeModel,
         graph: StageGraph,
         placement: PipelinePlacement,
-        team_run: StrategyRun,
+        teams: TeamRuns,
         everyone: Communicator,
-        pipelines: Sequence[Group],
+        groups: PipelineGroups,
+        container: nn.Module,
         loss_fn: Callable[[Any, Any], Tensor],
         options: PipelineOptions,
+        divided: DividedModel | None = None,
     ) -> None:
-        self.model, self.optimizer, self.world = whole.model, team_run.optimizer, team_run.world
-        self.stats = team_run.stats
+        super().__init__(whole.model, teams, everyone, groups.mesh, divided)
         self.graph, self.placement = graph, placement
-        self.team_run = team_run
-        """The run of the strategy among the workers that hold the same part of the model."""
-        self._whole, self._everyone, self._options = whole, everyone, options
+        self._whole, self._options, self._groups = whole, options, groups
         self._rank, self._replica = placement.position(everyone.rank)
-        self._pipeline = pipelines[0 if placement.unequal else self._replica]
+        self._pipeline = groups.pipeline
         self._schedule = placement.schedule
         self._stages = placement.stages_of(self._rank)
-        self._container = team_run.model
+        self._container = container
         modules = [graph.stages[stage].module for stage in self._stages]
         self._has_batch_norm = any(
             isinstance(each, BATCH_NORMS) for stage in graph.stages for each in stage.module.modules()
@@ -107,7 +131,7 @@ class PipelineRun(Run):
             graph,
             loss_fn,
             self._micro_batch,
-            seed=mix_seeds(options.seed, 0 if placement.unequal else self._replica),
+            seed=mix_seeds(options.seed, groups.data_position),
             recompute=options.recompute,
             compile=options.compile,
             recomputing=self._without_statistics,
@@ -139,9 +163,8 @@ class PipelineRun(Run):
         """Whether that loss was sent and not received yet."""
         self._own_loss = torch.tensor(0.0)
         """The part of the latest step's loss that this worker has computed."""
-        self._closed = False
         if placement.unequal:  # every worker reads the share of a worker of the first stage
-            team_run.readers = Readers(self._replica % placement.replicas[0], placement.replicas[0])
+            self.team_run.readers = Readers(self._replica % placement.replicas[0], placement.replicas[0])
 
     # Training.
 
@@ -243,7 +266,7 @@ class PipelineRun(Run):
         self._runner.loss_scale = (
             1.0 if scaler is None else scaler.scale(torch.ones((), device=self.world.device)).item()
         )
-        with self.team_run.no_sync():
+        with self.teams.no_sync():
             self.executor.run(actions, self._inputs_of, self._step)
         self._data.clear()
         for norms in self._norms:
@@ -252,7 +275,7 @@ class PipelineRun(Run):
         loss = self._collect_loss(self._step)
         self._count_bytes()
         if reduces:
-            self.team_run.note_loss(loss)
+            self.teams.note_loss(loss)
         else:
             self._step += 1
         return loss
@@ -267,7 +290,7 @@ class PipelineRun(Run):
         if not self._reduced:
             self._reduced = True
             self._tied.add_gradients(self._step)
-            self.team_run.reduce_gradients()
+            self.teams.reduce_gradients()
 
     def _optimizer_step(self) -> None:
         scaler = self._options.scaler
@@ -326,14 +349,14 @@ class PipelineRun(Run):
 
     def _run_stream(self, actions: Sequence[Action]) -> None:
         self._runner.begin_step(0, last=-1)
-        with self.team_run.no_sync():
+        with self.teams.no_sync():
             self.executor.run(actions, self._inputs_of, 0)
         for action in actions:
             if action.kind == "F":
                 self._data.pop(action.micro_batch, None)
 
     def _update_after(self, stage: int, micro_batch: int) -> None:
-        self.team_run.reduce_gradients()
+        self.teams.reduce_gradients()
         self._versions[stage].before_update(micro_batch)
         self._optimizer_step()
 
@@ -455,23 +478,14 @@ class PipelineRun(Run):
         rank = placement.schedule.rank_of(placement.stages - 1, placement.ranks)
         return [worker for worker in placement.team(rank) if worker in self._pipeline.ranks]
 
-    def _own_parameters(self) -> list[nn.Parameter]:
-        return [each for group in self.optimizer.param_groups for each in group["params"]]
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        here = not self.placement.unequal or self._replica == 0
+        whole = self._divided is None or self._divided.counts_here(parameter)
+        return here and whole and id(parameter) in self._whole.trained_here
 
-    def _gradient_norms(self) -> Tensor:
-        """The norm of each parameter's gradient over the whole model, in the order of its parameters.
-
-        The order is the same for every number of stages, so that the total norm has the same bits.
-        """
-        names = {name: number for number, name in enumerate(self._whole.parameter_names)}
-        norms = torch.zeros(len(names), dtype=torch.float64)
-        counted = not self.placement.unequal or self._replica == 0
-        for name, parameter in self.model.named_parameters():
-            if counted and id(parameter) in self._whole.trained_here and parameter.grad is not None:
-                gradient = parameter.grad.coalesce()._values() if parameter.grad.is_sparse else parameter.grad
-                norms[names[name]] = torch.linalg.vector_norm(gradient.to(wide_dtype(gradient.dtype)))
-        found: Tensor = allreduce(norms, op="sum", group=self._pipeline) if len(self._pipeline.ranks) > 1 else norms
-        return found
+    @property
+    def _holders(self) -> Group:
+        return self._groups.holders
 
     def _unscale(self, norms: Tensor) -> Tensor:
         """Divide the gradients by the scale of the GradScaler. All stages skip the step if one has NaN or Inf."""
@@ -493,19 +507,10 @@ class PipelineRun(Run):
             scaler.update()
         state = scaler.state_dict()  # empty if the scaler is disabled
         own = [state["scale"], state["_growth_tracker"]] if state and trained else [0.0, 0]
-        if len(self._pipeline.ranks) > 1:
-            shared = allreduce(torch.tensor(own, dtype=torch.float64), op="max", group=self._pipeline).tolist()
+        if len(self._holders.ranks) > 1:
+            shared = allreduce(torch.tensor(own, dtype=torch.float64), op="max", group=self._holders).tolist()
             if state and not trained and shared[0]:
                 scaler.load_state_dict({**state, "scale": shared[0], "_growth_tracker": int(shared[1])})
-
-    def _clip(self, norms: Tensor, max_norm: float) -> Tensor:
-        total: Tensor = torch.linalg.vector_norm(norms)
-        factor = max_norm / (total + 1e-6)
-        if bool(factor < 1.0):
-            for parameter in self._own_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor.item())
-        return total
 
     @contextmanager
     def _without_statistics(self) -> Iterator[None]:
@@ -523,29 +528,9 @@ class PipelineRun(Run):
         return self._runner.peak_activations
 
     @property
-    def asynchronous(self) -> bool:
-        """Whether each worker trains at its own pace: never."""
-        return False
-
-    @property
     def loss_is_late(self) -> bool:
         """Whether `step` returns the loss of the step before."""
         return not self._schedule.flushes
-
-    @property
-    def members(self) -> int:
-        """The number of models that the model's forward evaluates inside `agreed()`."""
-        return self.team_run.members
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator of all workers."""
-        return self._everyone
-
-    @property
-    def strategy(self) -> object:
-        """The strategy of the teams."""
-        return self.team_run.strategy
 
     @property
     def sent_bytes(self) -> int:
@@ -556,6 +541,7 @@ class PipelineRun(Run):
     def config(self) -> dict[str, Any]:
         return {
             **self.team_run.config,
+            **({} if self._divided is None else {"mesh": str(self.mesh)}),
             "pipeline": {
                 "schedule": repr(self._schedule),
                 "micro_batches": self._options.micro_batches,
@@ -582,7 +568,7 @@ class PipelineRun(Run):
         """
         if self.placement.whole_batches:
             drop_last = True
-        return self.team_run.shard(data, seed=seed, split=split, drop_last=drop_last, batch=batch, name=name, pad=pad)
+        return self.teams.shard(data, seed=seed, split=split, drop_last=drop_last, batch=batch, name=name, pad=pad)
 
     def steps(
         self, data: Any, *, global_batch: int, micro_batch: int | None = None, seed: int = 0, name: str | None = None
@@ -601,29 +587,29 @@ class PipelineRun(Run):
     def agreed(self) -> Iterator[None]:
         """Inside, every worker has the whole model, in its own memory."""
         self.flush()
-        with self.team_run.agreed(), self._whole.whole():
+        with self.teams.agreed(), self._whole_layers(), self._whole.whole():
             yield
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, a checkpoint reads this worker's part of the model and of the optimizer's state."""
         self.flush()
-        with self.team_run.agreed(), self._whole.part():
+        with self.teams.agreed(), self._whole.part(), self._part():
             yield
 
-    def loading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
         """Inside, a checkpoint is loaded into this worker's part of the model and of the optimizer's state."""
-        return self._whole.part()
+        with self._whole.part(), self._part():
+            yield
 
     def model_part(self) -> ModelPart:
         """The part of the model that this worker saves and loads."""
-        return self._whole.model_part()
-
-    def expect(self, steps: int) -> None:
-        self.team_run.expect(steps)
-
-    def note_loss(self, loss: float | Tensor) -> None:
-        self.team_run.note_loss(loss)
+        part = self._whole.model_part()
+        if self._divided is None or self.mesh is None:
+            return part
+        with self._whole.part():
+            return self._divided.model_part(part, self.mesh.part_number(self._everyone.rank))
 
     def close(self) -> None:
         """End the run: every worker then has the whole model, unless it was made on the meta device.
@@ -634,62 +620,33 @@ class PipelineRun(Run):
             return
         self.flush()
         self.executor.finish_sends()
-        self.team_run.close()
+        self.teams.close()
+        if self._divided is not None and not self._whole.never_whole:
+            self._divided.close()
         self._whole.close()
         self.release()
 
     def release(self) -> None:
         """Remove all hooks: the run is over on this worker."""
-        self._closed = True
-        self.team_run.release()
+        super().release()
         self._whole.end()
         for norms in self._norms:
             norms.close()
-        if self in self.world.runs:
-            self.world.runs.remove(self)
 
     def __enter__(self) -> PipelineRun:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        elif not self._closed:
-            self.release()
-
     # Checkpoints.
 
-    def state_dict(self) -> dict[str, Any]:
-        """`part` is the state of this worker's team, `local` this worker's own."""
-        self.flush()
-        own = self.team_run.state_dict()
-        progress = {"format": "pipeline", "pipeline": self._layout, "next": self._step, "state": {}}
-        return {"shared": {**own["shared"], **progress}, "local": own["local"], "part": own["shared"]}
+    @property
+    def _progress(self) -> dict[str, Any]:
+        return {"format": "pipeline", "parts": self._layout, "next": self._step}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved run, also of another number of stages, or without a pipeline."""
-        shared: dict[str, Any] = dict(state["shared"])
+    def _take_progress(self, shared: Mapping[str, Any]) -> None:
         self._step = int(shared["next"] if "next" in shared else shared["steps"])
-        team = state["part"] or (
-            shared["teams"][self._rank] if "teams" in shared else None
-        )  # "teams": an older version
-        if shared.get("pipeline") == self._layout and team is not None:
-            self.team_run.load_state_dict({**state, "shared": team})
-            return
-        self.team_run.readers.load_state_dict(shared["cursors"])
-        self.stats.steps = int(shared["steps"])
-        strategy, codec = self.team_run.strategy, self.team_run.communicator.codec
-        if self._everyone.rank == 0 and (codec is not None or repr(strategy) != "allreduce"):
-            logger.warning(
-                "the checkpoint is of other stages or workers: the model and the optimizer's state are loaded, and the "
-                "state of %r%s starts fresh",
-                strategy,
-                "" if codec is None else f" and of {codec!r}",
-            )
-        self.team_run.restart()
-        self.team_run.resume_steps()
+
+    def _team_of_older_version(self, shared: Mapping[str, Any]) -> Any:
+        return shared["teams"][self._rank] if "teams" in shared else None
 
     @property
     def _layout(self) -> dict[str, Any]:
@@ -698,29 +655,8 @@ class PipelineRun(Run):
             "replicas": list(self.placement.replicas),
             "stages_per_rank": self._schedule.stages_per_rank,
             "strategy": self.team_run.strategy.state_format,
+            **({} if self._divided is None else {"mesh": str(self.mesh)}),
         }
-
-    # What the world calls.
-
-    @property
-    def elastic_refusal(self) -> str:
-        return "a pipeline needs the same workers from its start to its end: leave --elastic out"
-
-    def team_changed(self, change: TeamChange) -> None:
-        raise IncompatibleError(self.elastic_refusal)
-
-    def apply_change_of_data(self, change: TeamChange) -> None:
-        raise IncompatibleError(self.elastic_refusal)
-
-    def newcomer_state(self) -> Any:
-        raise IncompatibleError(self.elastic_refusal)
-
-    def load_newcomer_state(self, state: Any) -> None:
-        raise IncompatibleError(self.elastic_refusal)
-
-    def close_at_exit(self) -> None:
-        """Called when the process ends without `close()`."""
-        self.team_run.close_at_exit()
 
     def __repr__(self) -> str:
         place = f"pipeline rank {self._rank} of {self.placement.ranks}"

@@ -101,6 +101,11 @@ class Mesh:
         ]
         return tuple(self.rank(each) for each in product(*choices))
 
+    def part_number(self, rank: int) -> int:
+        """The number of the part of the model that a rank has. Ranks that differ along "data" only have the same."""
+        pipeline, _, shared, tensor = self.position(rank)
+        return (pipeline * self.shared + shared) * self.tensor + tensor
+
     def teams(self, *axes: str) -> list[tuple[int, ...]]:
         """All teams along these axes. Every rank is in one; the order is the same for all."""
         return sorted({self.team(rank, *axes) for rank in range(self.size)})

@@ -36,6 +36,7 @@ from syncline.world.elastic import (
     read_elastic,
 )
 from syncline.world.group import Group
+from syncline.world.mesh import Mesh
 from syncline.world.team_channels import Introduction
 
 __all__ = ["World", "current_world", "init"]
@@ -132,6 +133,7 @@ class World:
         self._resources: dict[Hashable, Closeable] = {}
         self._resources_lock = transport.runtime.lock()
         self._hidden: dict[str, str] = {}
+        self._mesh: Mesh | None = None
         self.elastic: Elastic | None = None
         """The changing team of an elastic world; None if the ranks of the world are fixed."""
 
@@ -141,6 +143,21 @@ class World:
         if torch.cuda.is_available() and not self.transport.timing.virtual:
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the latest run arranges the ranks: pipeline stages, data, shared data and tensors.
+
+        >>> import syncline as sl
+        >>> with sl.init() as world:
+        ...     print(world.mesh)
+        mesh of 1 rank: data 1
+        """
+        return self._mesh or Mesh(data=self.size)
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh) -> None:
+        self._mesh = mesh
 
     @property
     def spare(self) -> bool:

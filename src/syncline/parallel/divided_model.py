@@ -1,0 +1,359 @@
+"""A model whose layers are divided over teams of workers: its tensors hold this worker's share.
+
+```text
+                      worker 0              worker 1
+up.weight             rows 0–3              rows 4–7          a slice on each
+norm.weight           all                   all               whole on both
+experts.0.weight      all                   –                 absent on one
+```
+
+Inside `whole()` every worker has all of it. The optimizer's state is divided as its parameters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.errors import IncompatibleError
+from syncline.model_parts import DimensionSlice, ModelPart
+from syncline.parallel.division import LayerDivision
+from syncline.parallel.team import Team
+from syncline.world import broadcast_object
+
+__all__ = ["DividedModel", "DividedTensor", "divided_tensors"]
+
+
+@dataclass(frozen=True)
+class DividedTensor:
+    """A parameter or buffer that no worker of a team has as a whole, or that only one has."""
+
+    name: str
+    tensor: Tensor
+    axis: str
+    """The axis of the mesh along which it is divided."""
+    shape: torch.Size
+    """Its shape in the undivided model."""
+    cuts: tuple[DimensionSlice | None, ...]
+    """What each worker of the team has. None: all of it."""
+    owners: tuple[int, ...]
+    """The workers of the team that have it, or a slice of it."""
+
+
+def divided_tensors(divisions: Sequence[LayerDivision], sizes: Mapping[str, int]) -> list[DividedTensor]:
+    """The divided tensors of an undivided model. `sizes` has the number of workers along each axis."""
+    found: dict[int, DividedTensor] = {}
+    for division in divisions:
+        size = sizes[division.axis]
+        shares = [division.share(rank, size) for rank in range(size)]
+        module = division.module
+        tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        tensors |= dict(module.named_buffers(remove_duplicate=False))
+        for key in dict.fromkeys(name for share in shares for name in (*share.slices, *sorted(share.absent))):
+            tensor = tensors[key]
+            each = DividedTensor(
+                f"{division.name}.{key}".lstrip("."),
+                tensor,
+                division.axis,
+                tensor.shape,
+                tuple(share.slices.get(key) for share in shares),
+                tuple(rank for rank, share in enumerate(shares) if key not in share.absent),
+            )
+            known = found.setdefault(id(tensor), each)
+            if (known.axis, known.cuts, known.owners) != (each.axis, each.cuts, each.owners):
+                raise IncompatibleError(
+                    f"{known.name} and {each.name} are one parameter, and it would be divided in two ways: give both "
+                    "layers roles that divide it alike, or leave one out"
+                )
+    return list(found.values())
+
+
+class DividedModel:
+    """Divides a model and its optimizer, makes them whole for a while, and at the end. Every worker calls its methods.
+
+    `positions` has this worker's place along each axis, `teams` the team of each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        divisions: Sequence[LayerDivision],
+        tensors: Sequence[DividedTensor],
+        teams: Mapping[str, Team],
+        positions: Mapping[str, int],
+    ) -> None:
+        """Call it when all workers have the same values. An error leaves model and optimizer as they were."""
+        self.model, self.optimizer = model, optimizer
+        self.teams = dict(teams)
+        self._divisions = list(divisions)
+        self._positions = dict(positions)
+        self._tensors = list(tensors)
+        self._by_id = {id(each.tensor): each for each in self._tensors}
+        self._own: dict[int, Tensor] = {}
+        """The shares, while the model is whole."""
+        self._depth = 0
+        self._before = [(each.tensor.data, each.tensor.grad) for each in self._tensors]
+        self._states = {each: dict(entry) for each, entry in optimizer.state.items()}
+        attached: list[LayerDivision] = []
+        try:
+            self._take_shares()
+            for division in self._divisions:
+                division.attach(self.teams[division.axis])
+                attached.append(division)
+        except BaseException:
+            for division in attached:
+                division.detach()
+            self._restore()
+            raise
+        self._guard = _PartGuard(self.teams)
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(_GuardHook(self._guard, "check_call")),
+            model.register_state_dict_pre_hook(_GuardHook(self._guard, "check_save")),  # type: ignore[no-untyped-call]
+        ]
+
+    # What is divided.
+
+    def axis_of(self, tensor: Tensor) -> str | None:
+        """The axis along which a parameter is divided; None: every worker has all of it."""
+        found = self._by_id.get(id(tensor))
+        return None if found is None else found.axis
+
+    def counts_here(self, tensor: Tensor) -> bool:
+        """Whether this worker counts a parameter in a sum over the workers that hold parts of the model."""
+        axis = self.axis_of(tensor)
+        return all(place == 0 for each, place in self._positions.items() if each != axis)
+
+    def is_absent(self, tensor: Tensor) -> bool:
+        """Whether only other workers have this parameter."""
+        found = self._by_id.get(id(tensor))
+        return found is not None and self._positions[found.axis] not in found.owners
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Inside, a checkpoint reads or loads this worker's part of the model."""
+        before, self._guard.saves = self._guard.saves, True
+        try:
+            yield
+        finally:
+            self._guard.saves = before
+
+    def model_part(self, base: ModelPart, number: int) -> ModelPart:
+        """What of `base` this worker saves and loads, where all workers of the teams have `base` together."""
+        with self.part():
+            state = self.model.state_dict(keep_vars=True)
+        slices: dict[str, DimensionSlice] = {}
+        saves, loads = set(), set(base.loads)
+        for name, value in state.items():
+            known = isinstance(value, Tensor) and id(value) in self._by_id
+            if known and self.is_absent(value):
+                loads.discard(name)
+                continue
+            cut = self._cut(self._by_id[id(value)]) if known else None
+            if cut is not None:
+                slices[name] = cut
+            here = self.counts_here(value) if isinstance(value, Tensor) else self._leads
+            if here and name in base.saves:
+                saves.add(name)
+        return ModelPart(number, frozenset(saves), frozenset(loads), slices)
+
+    # Whole, and divided again.
+
+    @property
+    def inside(self) -> bool:
+        """Whether the model is whole at the moment."""
+        return self._depth > 0
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every worker has the whole layers, and computes them alone."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._own = {id(each.tensor): each.tensor.data for each in self._tensors}
+                self._gather()
+                self._set_divided(False)
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                for each in self._tensors:
+                    each.tensor.data = self._own[id(each.tensor)]
+                self._own = {}
+                self._set_divided(True)
+
+    def close(self) -> None:
+        """The run is over: every worker has the whole layers and their optimizer state."""
+        self._complete_optimizer()
+        self._gather()
+        for each in self._tensors:
+            each.tensor.grad = None
+        self.end()
+
+    def end(self) -> None:
+        """Remove the hooks, and let the layers compute alone."""
+        self._set_divided(False)
+        for division in self._divisions:
+            division.detach()
+        self._divisions = []
+        for hook in self._hooks:
+            hook.remove()
+
+    def undo(self) -> None:
+        """The run could not be made: give the model and the optimizer back as they were."""
+        self.end()
+        self._restore()
+
+    def average_shared_gradients(self) -> None:
+        """Divide the gradients of parameters along "shared" by the size of its team: they are sums over its workers,
+        of which each has the mean loss of its own data."""
+        for each in self._tensors:
+            size = len(each.cuts)
+            if each.axis == "shared" and size > 1 and each.tensor.requires_grad:
+                self._hooks.append(each.tensor.register_hook(_Scale(1.0 / size)))  # type: ignore[no-untyped-call]
+
+    @property
+    def _leads(self) -> bool:
+        return not any(self._positions.values())
+
+    def _cut(self, each: DividedTensor) -> DimensionSlice | None:
+        return each.cuts[self._positions[each.axis]]
+
+    def _set_divided(self, divided: bool) -> None:
+        for team in self.teams.values():
+            team.divided = divided
+
+    def _take_shares(self) -> None:
+        for each in self._tensors:
+            tensor, cut = each.tensor, self._cut(each)
+            entry = self.optimizer.state.get(tensor)
+            if self.is_absent(tensor):
+                tensor.grad = None
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                self.optimizer.state.pop(tensor, None)
+            elif cut is not None:
+                gradient, tensor.grad = tensor.grad, None
+                tensor.data = cut.take(tensor.data)
+                tensor.grad = None if gradient is None else cut.take(gradient)
+                for key, value in (entry or {}).items():
+                    if isinstance(value, Tensor) and value.shape == each.shape:
+                        entry[key] = cut.take(value)  # type: ignore[index]
+
+    def _restore(self) -> None:
+        for each, (data, gradient) in zip(self._tensors, self._before, strict=True):
+            each.tensor.grad = None
+            each.tensor.data = data
+            each.tensor.grad = gradient
+        self.optimizer.state.update(self._states)
+
+    def keep(self) -> None:
+        """The run exists: `undo` is not needed any more."""
+        self._before, self._states = [], {}
+
+    def _gather(self) -> None:
+        with torch.no_grad():
+            for each in self._tensors:
+                each.tensor.data = self._whole_tensor(each, each.tensor.data)
+
+    def _whole_tensor(self, each: DividedTensor, own: Tensor) -> Tensor:
+        """A tensor of the parameter's shape, from the parts of all workers of its team."""
+        team = self.teams[each.axis]
+        if len(each.owners) < len(each.cuts):
+            root = each.owners[0]
+            value = own if team.rank == root else torch.empty(each.shape, dtype=own.dtype, device=own.device)
+            return team.broadcast(value, root)
+        found = self._cut(each)
+        assert found is not None, f"{each.name} has a slice on every worker"
+        cuts = [cut for cut in each.cuts if cut is not None]
+        parts = team.gather(own, found.dimension, [cut.length for cut in cuts])
+        whole = torch.empty(each.shape, dtype=own.dtype, device=own.device)
+        for cut, part in zip(cuts, torch.split(parts, [cut.length for cut in cuts], found.dimension), strict=True):
+            cut.put(part, whole)
+        return whole
+
+    def _complete_optimizer(self) -> None:
+        for each in self._tensors:
+            team, tensor = self.teams[each.axis], each.tensor
+            if len(each.owners) < len(each.cuts):
+                root = each.owners[0]
+                found = broadcast_object(self.optimizer.state.get(tensor), root, group=team.group)
+                if found is not None and team.rank != root:
+                    self.optimizer.state[tensor] = found
+                continue
+            entry = self.optimizer.state.get(tensor, {})
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.shape == tensor.shape:
+                    entry[key] = self._whole_tensor(each, value)
+
+
+class _Scale:
+    """A tensor hook that multiplies a gradient. A copy of the parameter has none."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient * self.factor
+
+
+class _PartGuard:
+    """A hook that refuses to save a divided model as it is, and to call a copy of it in another state.
+
+    A copy that was made while the model was divided has only this worker's part; one that was made inside `whole()` has
+    all of it. Its layers compute with the team if those of the model do.
+    """
+
+    def __init__(self, teams: Mapping[str, Team], copied_divided: bool | None = None) -> None:
+        self.teams = teams
+        self.saves = False
+        """Whether a checkpoint reads this worker's part at the moment."""
+        self.copied_divided = copied_divided
+        """In a copy: whether the model was divided when it was copied."""
+
+    @property
+    def divided(self) -> bool:
+        return any(team.divided for team in self.teams.values())
+
+    def check_call(self, module: nn.Module, *arguments: Any) -> None:
+        if self.copied_divided in (None, self.divided):
+            return
+        name = f"this {type(module).__name__} is a copy of a divided model"
+        if self.copied_divided:
+            raise IncompatibleError(
+                f"{name}, and has only this worker's part of it: copy the model inside run.agreed() to evaluate the "
+                "copy there, or after the run"
+            )
+        raise IncompatibleError(
+            f"{name} that was made inside run.agreed(), and outside of it the layers compute with the other workers: "
+            "call the copy inside run.agreed(), or after the run"
+        )
+
+    def check_save(self, module: nn.Module, *arguments: Any) -> None:
+        if not self.saves and self.copied_divided is None and self.divided:
+            raise IncompatibleError(
+                f"this {type(module).__name__} is divided over workers, and this one has only its own part: save it "
+                "by sl.save(folder, step=step, run=run), or call state_dict() inside run.agreed()"
+            )
+
+
+class _GuardHook:
+    """One of the two hooks of a guard. A copy of the module has a guard of its own."""
+
+    def __init__(self, guard: _PartGuard, check: str) -> None:
+        self.guard, self.check = guard, check
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        getattr(self.guard, self.check)(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GuardHook:
+        return _GuardHook(_PartGuard(self.guard.teams, self.guard.divided), self.check)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as a hook that refuses nothing."""
+        return _GuardHook, (_PartGuard({}), self.check)

@@ -34,6 +34,7 @@ from syncline.world.arrays import widen
 from syncline.world.functional import compare_calls
 
 __all__ = [
+    "PendingSwap",
     "Team",
     "copy_to_team",
     "exchange",
@@ -171,17 +172,22 @@ class Team:
 
     def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int = 0) -> None:
         """Send tensors to some workers, and receive into contiguous tensors from some. Both sides know the lengths."""
+        self.start_swap(sends, receives, tag).wait()
+
+    def start_swap(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int = 0
+    ) -> PendingSwap:
+        """Start a swap. Its tensors must not be used before `wait` of the result has returned."""
         transport = self.group.transport
         bodies = [(to, tensor.contiguous()) for to, tensor in sends]
-
-        def work() -> None:
-            handles: list[Handle] = [transport.recv(buffer, source, tag, exact=True) for source, buffer in receives]
-            handles += [transport.send(body, to, tag, exact=True) for to, body in bodies]
-            for handle in handles:
-                handle.wait()
-
+        handles: list[Handle] = [transport.recv(buffer, source, tag, exact=True) for source, buffer in receives]
+        handles += [transport.send(body, to, tag, exact=True) for to, body in bodies]
         nbytes = sum(body.numel() * body.element_size() for _, body in bodies)
-        self._run("swap", "", nbytes, work)
+        self.calls["swap"] += 1
+        self.sent_bytes += nbytes
+        if self.stats is not None:
+            self.stats.forwarded(nbytes)
+        return PendingSwap(self, handles, [body for _, body in bodies])
 
     def edges(self, length: int) -> list[int]:
         """Where the parts of the workers begin and end along a dimension: parts differ by one at most."""
@@ -214,6 +220,25 @@ class Team:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as None: a layer that is loaded elsewhere has no team."""
         return _no_team, ()
+
+
+class PendingSwap:
+    """Messages under way to and from workers of a team."""
+
+    def __init__(self, team: Team, handles: Sequence[Handle], bodies: Sequence[Tensor]) -> None:
+        self._team, self._handles = team, handles
+        self._bodies = bodies
+        """They must exist until they are sent."""
+
+    def wait(self) -> None:
+        """Wait until all has arrived and left."""
+        now = self._team.group.world.runtime.now
+        start = now()
+        for handle in self._handles:
+            handle.wait()
+        self._handles = self._bodies = ()
+        if self._team.stats is not None:
+            self._team.stats.waited(start, now(), "waits for the workers that divide a layer")
 
 
 def _no_team() -> None:

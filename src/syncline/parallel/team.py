@@ -127,8 +127,13 @@ class Team:
         self._run("reduce_scatter", f"{x.dtype}{list(x.shape)}, {dim}", x.numel() * x.element_size(), work)
         return narrow(parts[0]).transpose(0, dim)
 
-    def alltoall(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send `send[i]` rows of `x` to worker i. Returns the rows from all workers, `receive[i]` from worker i."""
+    def alltoall(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], logical_bytes: int | None = None
+    ) -> Tensor:
+        """Send `send[i]` rows of `x` to worker i. Returns the rows from all workers, `receive[i]` from worker i.
+
+        `logical_bytes`: the bytes that others receive, before a codec has encoded them in `x`.
+        """
         if self.size == 1:
             return x.clone()
         own = x.contiguous()
@@ -154,7 +159,8 @@ class Team:
             channel.move_pieces(self.group.channel, "alltoall", parts, NATIVE)
 
         call = f"{x.dtype}{list(x.shape[1:])} in rows"
-        self._run("alltoall", call, (len(x) - send[self.rank]) * row_size(x), work)
+        nbytes = (len(x) - send[self.rank]) * row_size(x)
+        self._run("alltoall", call, nbytes if logical_bytes is None else logical_bytes, work, wire_bytes=nbytes)
         return output
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
@@ -197,9 +203,9 @@ class Team:
         """The sizes of the parts of the workers along a dimension."""
         return [stop - start for start, stop in pairwise(self.edges(length))]
 
-    def _run(self, kind: str, call: str, nbytes: int, work: Callable[[], None]) -> None:
+    def _run(self, kind: str, call: str, nbytes: int, work: Callable[[], None], wire_bytes: int | None = None) -> None:
         """Run a collective, and count it. `call` describes it, the same on every worker; empty: they do different
-        things."""
+        things. `wire_bytes`: if a codec has encoded the `nbytes`."""
         self.calls[kind] += 1
         self.sent_bytes += nbytes
         if self.in_backward is not None and torch._C._current_graph_task_id() != -1:
@@ -210,7 +216,7 @@ class Team:
         start = now()
         work()
         if self.stats is not None:
-            self.stats.forwarded(nbytes)
+            self.stats.forwarded(nbytes, wire_bytes)
             self.stats.waited(start, now(), "waits for the workers that divide a layer")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Team:

@@ -101,13 +101,15 @@ class Stats:
         self.exposed_seconds += stop - start
         self.events.interval("sl_comm_exposed_seconds", start, stop, lane="compute", what=what)
 
-    def forwarded(self, count: int) -> None:
-        """Count the bytes of activations and their gradients that this rank has sent to other stages of a pipeline."""
+    def forwarded(self, count: int, wire: int | None = None) -> None:
+        """Count the bytes of activations and their gradients that this rank has sent to others, such as the stages of
+        a pipeline. `wire`: if a codec has encoded them."""
+        wire = count if wire is None else wire
         with self.lock:
             self.bytes_logical += count
-            self.bytes_wire += count
+            self.bytes_wire += wire
         self.events.count("sl_comm_bytes_logical", count)
-        self.events.count("sl_comm_bytes_wire", count)
+        self.events.count("sl_comm_bytes_wire", wire)
 
     def read_at(self, staleness: int) -> None:
         """Count a read of weights that lack `staleness` steps of the other workers.

@@ -1,0 +1,17 @@
+"""Sparsely-gated mixtures of experts, whose experts may be on different workers."""
+
+from syncline.parallel.experts.division import ExpertsDivision
+from syncline.parallel.experts.experts import Experts, ExpertStatistics, expert_loss, expert_statistics
+from syncline.parallel.experts.gate import ExpertGate, NoisyTopK, Routing, SwitchGate
+
+__all__ = [
+    "ExpertGate",
+    "ExpertStatistics",
+    "Experts",
+    "ExpertsDivision",
+    "NoisyTopK",
+    "Routing",
+    "SwitchGate",
+    "expert_loss",
+    "expert_statistics",
+]

@@ -118,17 +118,18 @@ class ExpertParallel(DivisionSpec):
             _check_size("experts", self.size)
 
     def workers(self, model: nn.Module, available: int) -> int:
-        from syncline.parallel.experts import expert_counts
+        from syncline.parallel.experts.experts import find_experts
 
-        counts = expert_counts(model)
+        counts = [each.count for _, each in find_experts(model)]
         if not counts:
             raise SpecError("experts(…) divides the experts of sl.parallel.Experts modules, and the model has none")
         return math.gcd(available, *counts) if self.size is None else self.size
 
     def divisions(self, model: nn.Module, size: int) -> list[LayerDivision]:
-        from syncline.parallel.experts import expert_divisions
+        from syncline.parallel.experts.division import ExpertsDivision
+        from syncline.parallel.experts.experts import find_experts
 
-        return list(expert_divisions(model))
+        return [ExpertsDivision(name, each, model) for name, each in find_experts(model)]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ worker 1   weight (4, 4), rows 4–7
 from __future__ import annotations
 
 import copy
+import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,8 +111,9 @@ def _copy_divided(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _reduce_whole(module: nn.Module, protocol: Any) -> Any:
     """A pickled module is one of its own class: the other class exists in this process only."""
-    reduced: Any = object.__reduce_ex__(module, protocol)
-    return (reduced[0], (vars(type(module))["_before"], *reduced[1][1:]), *reduced[2:])
+    reduced: Any = object.__reduce_ex__(module, 2)
+    make = copyreg._reconstructor  # type: ignore[attr-defined]  # of Python itself, as in older pickles
+    return (make, (vars(type(module))["_before"], object, None), *reduced[2:])
 
 
 def restore_class(module: nn.Module, *attributes: str) -> None:

@@ -1,0 +1,165 @@
+"""Models whose layers are divided in several ways, and their training on the batches of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import syncline as sl
+from syncline.parallel import Experts
+from syncline.world import World
+
+SAMPLES = 12
+"""Of a step, of all workers together."""
+
+
+class ExpertNet(nn.Module):
+    """A layer of four experts between dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        expert = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8))
+        self.moe = Experts(expert, count=4, top=2, capacity=None)
+        self.head = nn.Linear(8, 3)
+        self.moe.gate.eval()  # without noise, which differs between workers
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        output: Tensor = self.head(hidden + self.moe(hidden))
+        return output
+
+
+def make_cnn() -> nn.Module:
+    """A convolution with a dense head."""
+    head = nn.Sequential(nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 3))
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), head)
+
+
+class Block(nn.Module):
+    """A transformer block with a residual MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attn = nn.MultiheadAttention(8, 4, batch_first=True)
+        self.up = nn.Linear(8, 14)
+        self.down = nn.Linear(14, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x, x, x, need_weights=False)[0]
+        output: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return output
+
+
+class TransformerNet(nn.Module):
+    """Two blocks on sequences of three tokens. Its plan divides attention and MLP."""
+
+    tensor_plan = {"blocks.*.attn": "heads", "blocks.*.up": "columns", "blocks.*.down": "rows"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 8)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.blocks(self.embed(x.unflatten(1, (3, 2)))).mean(1))
+        return output
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"experts": ExpertNet, "cnn": make_cnn, "transformer": TransformerNet}
+
+
+def make_model(name: str) -> nn.Module:
+    """A model in double precision with random weights; gates too, which start with zeros otherwise."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=torch.float64))
+    return model
+
+
+def make_optimizer(model: nn.Module, kind: str = "sgd") -> torch.optim.Optimizer:
+    """SGD with momentum, or AdamW."""
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    """The samples of a step, of all workers together."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def own_batch(world: World, step: int) -> tuple[Tensor, Tensor]:
+    """This worker's share of it: the same for workers that differ along "tensor" and "pipeline" only."""
+    mesh = world.mesh
+    _, data, shared, _ = mesh.position(world.rank)
+    own, count = data * mesh.shared + shared, mesh.data * mesh.shared
+    x, y = batch_of(step)
+    return x[own::count], y[own::count]
+
+
+def train(
+    world: World,
+    name: str,
+    parallel: Any = None,
+    steps: Sequence[int] = range(4),
+    *,
+    optimizer: str = "sgd",
+    clip: float | None = 0.5,
+    load: Path | None = None,
+    save: Path | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Some steps with `sl.distribute`; the whole model afterwards."""
+    model = make_model(name)
+    trainer = make_optimizer(model, optimizer)
+    run: Any = sl.distribute(model, trainer, parallel=parallel, **options)
+    if load is not None:
+        sl.load(load, run=run)
+    for step in steps:
+        x, y = own_batch(world, step)
+        trainer.zero_grad()
+        torch.autograd.backward(functional.cross_entropy(model(x), y))
+        if clip is not None:
+            (run.clip_grad_norm_ if hasattr(run, "clip_grad_norm_") else _clip(model))(clip)
+        trainer.step()
+    if save is not None:
+        sl.save(save, step=max(steps) + 1, run=run)
+    run.close()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def _clip(model: nn.Module) -> Callable[[float], Tensor]:
+    return lambda largest: torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+
+
+def train_alone(name: str, steps: Sequence[int] = range(4), optimizer: str = "sgd", clip: float | None = 0.5) -> Any:
+    """The same in one process, without Syncline."""
+    model = make_model(name)
+    trainer = make_optimizer(model, optimizer)
+    for step in steps:
+        x, y = batch_of(step)
+        trainer.zero_grad()
+        torch.autograd.backward(functional.cross_entropy(model(x), y))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        trainer.step()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Within rounding, and with the same names."""
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,308 @@
+"""Models whose layers are divided over workers train as undivided ones do."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import syncline as sl
+from syncline.checkpoint import load
+from syncline.errors import IncompatibleError, SpecError
+from syncline.parallel.division_specs import ExpertParallel, WeirdTrick
+from syncline.world import World
+from tests.training.mesh_models import assert_equal, batch_of, make_model, make_optimizer, own_batch, train, train_alone
+
+EXPERTS = ExpertParallel(2)
+HEAD = WeirdTrick("b", size=2)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("name", "parallel"), [("experts", EXPERTS), ("experts", None), ("cnn", HEAD)])
+def test_divided_layers_train_as_one_process_does(name: str, parallel: Any, optimizer: str) -> None:
+    expected = train_alone(name, optimizer=optimizer)
+    for found in sl.simulate(lambda world: train(world, name, parallel, optimizer=optimizer), ranks=4).results:
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(("name", "parallel"), [("experts", EXPERTS), ("cnn", HEAD)])
+def test_a_checkpoint_continues_on_another_mesh(name: str, parallel: Any, tmp_path: Path) -> None:
+    expected = train_alone(name, optimizer="adamw")
+    sl.simulate(lambda world: train(world, name, parallel, range(2), optimizer="adamw", save=tmp_path), ranks=4)
+    for ranks, other in ((4, parallel), (2, parallel), (2, ExpertParallel(1) if name == "experts" else None)):
+        resumed = sl.simulate(
+            lambda world, other=other: train(  # type: ignore[misc]
+                world, name, other, range(2, 4), optimizer="adamw", load=tmp_path
+            ),
+            ranks=ranks,
+        )
+        for found in resumed.results:
+            assert_equal(found, expected)
+    whole = make_model(name)
+    load(tmp_path, run=whole)
+    assert_equal(dict(whole.state_dict()), train_alone(name, range(2), optimizer="adamw"))
+
+
+def test_the_same_mesh_continues_with_the_same_bits(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"strategy": "local(period=2)", "codec": "quantize(8)"}
+    whole = sl.simulate(lambda world: train(world, "experts", EXPERTS, range(5), **options), ranks=4).results
+    sl.simulate(lambda world: train(world, "experts", EXPERTS, range(3), save=tmp_path, **options), ranks=4)
+    again = sl.simulate(
+        lambda world: train(world, "experts", EXPERTS, range(3, 5), load=tmp_path, **options), ranks=4
+    ).results
+    for found, expected in zip(again, whole, strict=True):
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+STRATEGIES = ("local(period=2)", "diloco(period=2)", "easgd(period=2)", "gossip", "average", "adacomm(start=2)")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "codec"),
+    [
+        *((strategy, None) for strategy in STRATEGIES),
+        ("allreduce", "topk(0.2)|quantize(4)"),
+        ("allreduce", "powersgd(1)"),
+        ("local(period=2)", "quantize(4)"),
+    ],
+)
+def test_every_synchronous_strategy_leaves_one_model(strategy: str, codec: str | None) -> None:
+    first, *others = sl.simulate(
+        lambda world: train(world, "experts", EXPERTS, range(5), strategy=strategy, codec=codec), ranks=4
+    ).results
+    for other in others:
+        assert all(torch.equal(first[key], other[key]) for key in first)
+    assert not torch.equal(
+        first["moe.experts.3.0.weight"], make_model("experts").get_parameter("moe.experts.3.0.weight")
+    )
+
+
+def test_agreed_shows_the_whole_model_and_training_continues() -> None:
+    expected = train_alone("cnn")
+
+    def work(world: World) -> tuple[Tensor, dict[str, Tensor]]:
+        model = make_model("cnn")
+        optimizer = make_optimizer(model)
+        run: Any = sl.distribute(model, optimizer, parallel=HEAD)
+        for step in range(4):
+            x, y = own_batch(world, step)
+            optimizer.zero_grad()
+            torch.autograd.backward(functional.cross_entropy(model(x), y))
+            run.clip_grad_norm_(0.5)
+            optimizer.step()
+            with run.agreed(), torch.no_grad():
+                shown = model(batch_of(9)[0])
+                assert model[4][0].weight.shape == (10, 24)
+                buffer = io.BytesIO()
+                torch.save(model, buffer)  # a plain module of its own class
+        run.close()
+        return shown, dict(model.state_dict())
+
+    for shown, state in sl.simulate(work, ranks=2).results:
+        assert_equal(state, expected)
+        whole = make_model("cnn")
+        whole.load_state_dict(expected)
+        torch.testing.assert_close(shown, whole(batch_of(9)[0]))
+
+
+def in_training(world: World, name: str, parallel: Any, optimizer: str = "sgd", **options: Any) -> Any:
+    """A run in training, its model and its optimizer."""
+    model = make_model(name)
+    trainer = make_optimizer(model, optimizer)
+    return sl.distribute(model, trainer, parallel=parallel, **options), model, trainer
+
+
+def backward(world: World, model: nn.Module, step: int = 0) -> None:
+    x, y = own_batch(world, step)
+    torch.autograd.backward(functional.cross_entropy(model(x), y))
+
+
+def test_the_config_the_mesh_and_the_bytes_are_shown() -> None:
+    def work(world: World) -> tuple[str, str, int]:
+        run, model, optimizer = in_training(world, "experts", EXPERTS)
+        before = run.stats.bytes_wire
+        backward(world, model)
+        optimizer.step()
+        return str(world.mesh), run.config["parallel"]["mesh"], run.stats.bytes_wire - before
+
+    for shown, config, sent in sl.simulate(work, ranks=4).results:
+        assert shown == config == "mesh of 4 ranks: data 2 x shared 2"
+        assert sent > 0
+
+
+def test_a_divided_model_is_saved_by_its_run_only() -> None:
+    def work(world: World) -> None:
+        run, model, optimizer = in_training(world, "cnn", HEAD)
+        with pytest.raises(IncompatibleError, match=r"divided over workers.*sl\.save\(folder, step=step, run=run\)"):
+            model.state_dict()
+        with pytest.raises(IncompatibleError, match="save the run"):
+            sl.save("nowhere", step=1, optimizer=optimizer)
+        with run.agreed():
+            assert model.state_dict()["4.0.weight"].shape == (10, 24)
+
+    sl.simulate(work, ranks=2)
+
+
+def test_a_copy_computes_where_the_model_does() -> None:
+    def work(world: World) -> None:
+        run, model, _ = in_training(world, "cnn", HEAD)
+        x = own_batch(world, 0)[0]
+        part = copy.deepcopy(model)
+        torch.testing.assert_close(part(x), model(x))
+        with run.agreed():
+            whole = copy.deepcopy(model)
+            torch.testing.assert_close(whole(x), model(x))
+            with pytest.raises(IncompatibleError, match="only this worker's part"):
+                part(x)
+        with pytest.raises(IncompatibleError, match=r"made inside run\.agreed\(\)"):
+            whole(x)
+        run.close()
+        torch.testing.assert_close(whole(x), model(x))
+
+    sl.simulate(work, ranks=2)
+
+
+def test_a_run_that_is_refused_leaves_the_model_as_it_was() -> None:
+    def work(world: World) -> None:
+        model = make_model("cnn")
+        optimizer = make_optimizer(model)
+        backward(world, model)
+        optimizer.step()
+        before, kind = copy.deepcopy(dict(model.state_dict())), type(model[4])
+        momentum = optimizer.state[model[4][0].weight]["momentum_buffer"].clone()
+        with pytest.raises(IncompatibleError, match="ssp"):
+            sl.distribute(model, optimizer, "ssp(slack=1)", parallel=HEAD)
+        with pytest.raises(SpecError, match="algorithm|nosuch"):
+            sl.distribute(model, optimizer, parallel=HEAD, algorithm="nosuch")
+        assert_equal(dict(model.state_dict()), before)
+        assert type(model[4]) is kind
+        torch.testing.assert_close(optimizer.state[model[4][0].weight]["momentum_buffer"], momentum)
+
+    sl.simulate(work, ranks=2)
+
+
+def averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's averages of the gradients. The noise of the gate has no gradient."""
+    named = model.named_parameters()
+    return {name: optimizer.state[each]["exp_avg"] for name, each in named if each in optimizer.state}
+
+
+def test_the_optimizers_state_is_divided_and_made_whole() -> None:
+    def work(world: World) -> dict[str, Tensor]:
+        run, model, optimizer = in_training(world, "experts", EXPERTS, "adamw")
+        own = world.mesh.position(world.rank)[2]
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(world, model, step)
+            optimizer.step()
+        absent = model.moe.experts[3 - 3 * own].get_parameter("0.weight")
+        assert absent.numel() == 0
+        assert absent not in optimizer.state
+        run.close()
+        return averages(model, optimizer)
+
+    model = make_model("experts")
+    optimizer = make_optimizer(model, "adamw")
+    for step in range(2):
+        optimizer.zero_grad()
+        x, y = batch_of(step)
+        torch.autograd.backward(functional.cross_entropy(model(x), y))
+        optimizer.step()
+    expected = averages(model, optimizer)
+    for found in sl.simulate(work, ranks=4).results:
+        assert_equal(found, expected)
+
+
+def test_incomplete_batches_are_left_out() -> None:
+    def work(world: World) -> int:
+        run, model, optimizer = in_training(world, "experts", EXPERTS)
+        data = [(x, y) for x, y in zip(*batch_of(0), strict=True)] * 2
+        steps = 0
+        for x, y in run.shard(torch.utils.data.DataLoader(data, batch_size=5)):
+            optimizer.zero_grad()
+            torch.autograd.backward(functional.cross_entropy(model(x), y))
+            optimizer.step()
+            steps += 1
+        with pytest.raises(IncompatibleError, match="take every step together"):
+            run.shard([1, 2, 3], split=False)
+        with pytest.raises(IncompatibleError, match="micro-batches"):
+            run.steps(data, global_batch=4)
+        return steps
+
+    assert sl.simulate(work, ranks=4).results == (1, 1, 1, 1)
+
+
+def test_a_grad_scaler_skips_the_same_steps_everywhere() -> None:
+    def work(world: World) -> list[float]:
+        model = make_model("experts").float()
+        optimizer = make_optimizer(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        run = sl.distribute(model, optimizer, parallel=EXPERTS, schedulers=[scaler])
+        scales, first = [], model.head.weight.detach().clone()
+        for step in range(3):
+            x, y = own_batch(world, step)
+            optimizer.zero_grad()
+            scaler.scale(functional.cross_entropy(model(x.float()), y)).backward()
+            if step == 1 and world.rank == 2:  # after the reduction, so that nobody else sees it
+                own = next(each for each in model.moe.experts.parameters() if each.grad is not None)
+                assert own.grad is not None
+                own.grad.view(-1)[0] = float("nan")
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert not torch.equal(first, model.head.weight)
+        run.close()
+        return scales
+
+    scales = sl.simulate(work, ranks=4).results
+    assert scales[2] == [4.0, 2.0, 2.0]
+
+
+def test_a_scaler_that_is_not_named_is_refused() -> None:
+    def work(world: World) -> None:
+        model = make_model("experts").float()
+        optimizer = make_optimizer(model)
+        sl.distribute(model, optimizer, parallel=EXPERTS)
+        scaler = torch.amp.GradScaler("cpu")
+        x, y = own_batch(world, 0)
+        scaler.scale(functional.cross_entropy(model(x.float()), y)).backward()
+        with pytest.raises(IncompatibleError, match=r"schedulers=\[scaler\]"):
+            scaler.step(optimizer)
+
+    sl.simulate(work, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "options", "words"),
+    [
+        ("cnn", EXPERTS, {}, "the model has none"),
+        ("experts", ExpertParallel(3), {}, "multiple of 3 workers, and there are 4"),
+        ("cnn", [HEAD, WeirdTrick("a", size=4)], {}, "give both the same size"),
+        ("experts", EXPERTS, {"strategy": "ensemble"}, "no worker has a whole one"),
+        ("experts", EXPERTS, {"strategy": "gossip(pairwise=True)"}, "compute it together"),
+        ("experts", "experts(2) x expert(2)", {}, "did you mean 'experts'"),
+        ("experts", [EXPERTS, 3], {}, "a text, the result of"),
+    ],
+)
+def test_what_cannot_work_is_refused(name: str, parallel: Any, options: dict[str, Any], words: str) -> None:
+    def work(world: World) -> None:
+        with pytest.raises((SpecError, IncompatibleError), match=words):
+            in_training(world, name, parallel, **options)
+
+    sl.simulate(work, ranks=4)
+
+
+@pytest.mark.parametrize("kind", [sl.optim.LARS, sl.optim.LAMB])
+def test_optimizers_that_need_the_whole_tensor_are_refused(kind: Any) -> None:
+    def work(world: World) -> None:
+        model = make_model("cnn")
+        with pytest.raises(IncompatibleError, match=f"{kind.__name__} computes an update from the whole"):
+            sl.distribute(model, kind(model.parameters(), lr=0.1), parallel=HEAD)
+
+    sl.simulate(work, ranks=2)

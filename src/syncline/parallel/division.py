@@ -134,6 +134,7 @@ def take_share(module: nn.Module, share: Share) -> None:
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     for name, cut in share.slices.items():
-        tensors[name].data = cut.take(tensors[name].data)
+        if tensors[name].shape[cut.dimension] != cut.length:  # otherwise another layer that shares it was first
+            tensors[name].data = cut.take(tensors[name].data)
     for name in share.absent:
         tensors[name].data = torch.empty(0, dtype=tensors[name].dtype, device=tensors[name].device)

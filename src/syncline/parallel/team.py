@@ -16,6 +16,7 @@ Every worker of a team calls them in the same order, in backward too.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -82,7 +83,7 @@ class Team:
                 channel.allreduce(self.group.channel, wide, op, build("allreduce", NATIVE))
 
         self._run("allreduce", f"{x.dtype}{list(x.shape)}, {op}", x.numel() * x.element_size(), work)
-        return narrow(wide).reshape(x.shape)
+        return narrow(wide)
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
         """The tensors of all workers, one after another along a dimension. `sizes`: theirs in it, if they differ."""
@@ -102,7 +103,7 @@ class Team:
             channel.move_pieces(self.group.channel, "allgather", parts, NATIVE)
 
         self._run("allgather", f"{x.dtype}{list(output.shape)}, {dim}", x.numel() * x.element_size(), work)
-        return output.transpose(0, dim)
+        return _move_first(output, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This worker's part of the sum over the team, along a dimension. See `edges`."""
@@ -125,7 +126,7 @@ class Team:
             parts.append(wide[edges[self.rank] : edges[self.rank + 1]].clone())
 
         self._run("reduce_scatter", f"{x.dtype}{list(x.shape)}, {dim}", x.numel() * x.element_size(), work)
-        return narrow(parts[0]).transpose(0, dim)
+        return _move_first(narrow(parts[0]), dim)
 
     def alltoall(
         self, x: Tensor, send: Sequence[int], receive: Sequence[int], logical_bytes: int | None = None
@@ -141,7 +142,7 @@ class Team:
 
         def work() -> None:
             native = self.group.transport.native
-            row_bytes = own[0].numel() * own.element_size() if len(own) else output.stride(0) * own.element_size()
+            row_bytes = row_size(own)
             if native.available and row_bytes:
                 native.alltoall(
                     output.view(-1).view(torch.uint8),
@@ -252,9 +253,14 @@ def _no_team() -> None:
     return
 
 
+def _move_first(x: Tensor, dim: int) -> Tensor:
+    """`x` with its first dimension at `dim`, contiguous, and no view: layers may change it in place."""
+    return x if dim == 0 else x.transpose(0, dim).clone(memory_format=torch.contiguous_format)
+
+
 def row_size(x: Tensor) -> int:
     """The bytes of a row."""
-    return x[:1].numel() * x.element_size() if len(x) else 0
+    return math.prod(x.shape[1:]) * x.element_size()
 
 
 class _Copy(Function):
@@ -265,40 +271,40 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.reduce(gradients[0]), None
+        return sum_over_team(gradients[0], ctx.team), None
 
 
 class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        ctx.team = team
         return team.reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+        return copy_to_team(gradients[0], ctx.team), None
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        lengths = [x.shape[dim]] * team.size if sizes is None else list(sizes)
-        ctx.dim, ctx.start, ctx.length = dim, sum(lengths[: team.rank]), x.shape[dim]
+    def forward(ctx: Any, x: Tensor, team: Team, dim: int, lengths: Sequence[int]) -> Tensor:
+        ctx.team, ctx.dim, ctx.lengths = team, dim, lengths
         return team.gather(x, dim, lengths)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradients[0].narrow(ctx.dim, ctx.start, ctx.length), None, None, None
+        return _call(_OwnPart, gradients[0], ctx.team, ctx.dim, ctx.lengths), None, None, None
 
 
 class _OwnPart(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, dim: int) -> Tensor:
-        ctx.team, ctx.dim, ctx.lengths = team, dim, team.lengths(x.shape[dim])
-        return x.narrow(dim, team.edges(x.shape[dim])[team.rank], ctx.lengths[team.rank]).clone()
+    def forward(ctx: Any, x: Tensor, team: Team, dim: int, lengths: Sequence[int]) -> Tensor:
+        ctx.team, ctx.dim, ctx.lengths = team, dim, lengths
+        return x.narrow(dim, sum(lengths[: team.rank]), lengths[team.rank]).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.team.gather(gradients[0], ctx.dim, ctx.lengths), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _call(_Gather, gradients[0], ctx.team, ctx.dim, ctx.lengths), None, None, None
 
 
 class _GatherAndReduce(Function):
@@ -309,18 +315,18 @@ class _GatherAndReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.team.reduce_scatter(gradients[0], ctx.dim), None, None, None
+        return _call(_ReduceOwnPart, gradients[0], ctx.team, ctx.dim), None, None, None
 
 
 class _ReduceOwnPart(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team, dim: int) -> Tensor:
-        ctx.team, ctx.dim, ctx.lengths = team, dim, team.lengths(x.shape[dim])
+        ctx.team, ctx.dim, ctx.length = team, dim, x.shape[dim]
         return team.reduce_scatter(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.team.gather(gradients[0], ctx.dim, ctx.lengths), None, None
+        return _call(_GatherAndReduce, gradients[0], ctx.team, ctx.dim, ctx.length), None, None
 
 
 class _Exchange(Function):
@@ -331,7 +337,7 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.team.alltoall(gradients[0], ctx.receive, ctx.send), None, None, None
+        return _call(_Exchange, gradients[0], ctx.team, ctx.receive, ctx.send), None, None, None
 
 
 def _call(function: type[Function], *arguments: Any) -> Tensor:
@@ -352,12 +358,16 @@ def sum_over_team(x: Tensor, team: Team) -> Tensor:
 
 def gather(x: Tensor, team: Team, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """The tensors of all workers along a dimension; the gradient is this worker's part, which others do not add to."""
-    return _call(_Gather, x, team, dim % x.dim(), sizes) if team.size > 1 else x
+    if team.size == 1:
+        return x
+    dim %= x.dim()
+    return _call(_Gather, x, team, dim, [x.shape[dim]] * team.size if sizes is None else list(sizes))
 
 
 def take_own_part(x: Tensor, team: Team, dim: int) -> Tensor:
     """This worker's part along a dimension; the gradient has the parts of all workers."""
-    return _call(_OwnPart, x, team, dim % x.dim()) if team.size > 1 else x
+    dim %= x.dim()
+    return _call(_OwnPart, x, team, dim, team.lengths(x.shape[dim])) if team.size > 1 else x
 
 
 def gather_and_reduce(x: Tensor, team: Team, dim: int, length: int) -> Tensor:

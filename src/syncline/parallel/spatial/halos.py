@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from syncline.parallel.spatial.strips import SplitAxis
+from syncline.parallel.spatial.strips import SplitAxis, memory_order
 
 __all__ = ["Rows", "fetch_rows", "received_rows"]
 
@@ -121,6 +121,5 @@ def _with_rows(x: Tensor, dim: int, rows: int) -> list[int]:
 
 def _empty(x: Tensor, dim: int, rows: int) -> Tensor:
     """A tensor like `x` with so many rows, and in the same order in memory."""
-    last = x.dim() == 4 and not x.is_contiguous() and x.stride(1) == 1
-    order = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(_with_rows(x, dim, rows), dtype=x.dtype, device=x.device, memory_format=order)
+    shape = _with_rows(x, dim, rows)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_order(x))

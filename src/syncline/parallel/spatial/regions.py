@@ -15,7 +15,8 @@ parts are summed where a layer uses the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -136,15 +137,25 @@ def _run(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> An
     """Cut the images, compute, and gather what is still split."""
     settings: _Settings = module.spatial
     try:
-        args, kwargs = _cut(settings, (args, kwargs))
-        output = forward(*args, **kwargs)
+        with _as_no_grad():
+            args, kwargs = _cut(settings, (args, kwargs))
+            return tree_map(_whole, forward(*args, **kwargs))
     except IncompatibleError as error:
         raise IncompatibleError(f"{_place(module, settings.name, error.__traceback__)}: {error}") from error
 
-    def whole(value: Any) -> Any:
-        return gather_rows(rows_of(value), value.axis) if isinstance(value, Strip) else value
 
-    return tree_map(whole, output)
+def _whole(value: Any) -> Any:
+    return gather_rows(rows_of(value), value.axis) if isinstance(value, Strip) else value
+
+
+@contextmanager
+def _as_no_grad() -> Iterator[None]:
+    """Leave inference mode: messages are received outside of it, and could not be written into its tensors."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _run_uncompiled(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -181,9 +181,8 @@ def _reduce(
         return axis.strip(function(rows, dims, keepdim, dtype=dtype), dim=axis.dim + removed)
     low = rows.dtype in (torch.float16, torch.bfloat16)
     total = sum_over_team(torch.sum(rows, dims, keepdim, dtype=dtype or (torch.float32 if low else None)), axis.team)
-    if function.__name__ == "mean":
-        shape = whole_shape(rows, axis)
-        total = total / prod(shape[each] for each in dims)
+    shape = whole_shape(rows, axis)
+    total = total / (prod(shape[each] for each in dims) if function.__name__ == "mean" else 1)
     return total.to(dtype or (rows.dtype if low else total.dtype))
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "Strip",
     "function_name",
     "gather_rows",
+    "memory_order",
     "refuse",
     "require_strip",
     "rows_of",
@@ -99,7 +100,10 @@ class Strip(Tensor):
         axis = next(_strips((*args, *kwargs.values()))).axis
         rule = axis.rules.get(name)
         if rule is None or isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            refuse(func, f"is not supported on images that are split along the {axis.kind}")
+            hint = {"backward": "; use torch.utils.checkpoint with use_reentrant=False"}.get(
+                name, ": end the region before it"
+            )
+            refuse(func, f"is not supported on images that are split along the {axis.kind}{hint}")
         return rule(func, *args, **kwargs)
 
 
@@ -152,8 +156,15 @@ def _strips(values: Sequence[Any]) -> Iterator[Strip]:
 
 
 def gather_rows(rows: Tensor, axis: SplitAxis) -> Tensor:
-    """The whole image on every worker."""
-    return gather(rows, axis.team, axis.dim, axis.lengths)
+    """The whole image on every worker, in the same order in memory as the rows."""
+    whole = gather(rows, axis.team, axis.dim, axis.lengths)
+    return whole.clone(memory_format=memory_order(rows))  # torch refuses functions in place on what `gather` returns
+
+
+def memory_order(x: Tensor) -> torch.memory_format:
+    """Whether channels are the last dimension in memory."""
+    channels_last = x.dim() == 4 and x.stride(1) == 1 and x.shape[1] > 1
+    return torch.channels_last if channels_last else torch.contiguous_format
 
 
 class _CopyAll(Function):

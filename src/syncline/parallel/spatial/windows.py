@@ -264,8 +264,8 @@ def _adaptive_average(function: Callable[..., Any], input: Tensor, output_size: 
     if wanted[place] != 1:
         return torch.as_tensor(function(gather_rows(rows, axis), output_size))
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
-    share = rows.shape[axis.dim] / axis.length
-    return sum_over_team(function(wide, wanted) * share, axis.team).to(rows.dtype)
+    total = sum_over_team(function(wide, wanted) * rows.shape[axis.dim], axis.team)
+    return (total / axis.length).to(rows.dtype)
 
 
 def _adaptive_max(function: Callable[..., Any], input: Tensor, output_size: Any, return_indices: bool = False) -> Any:

@@ -37,6 +37,7 @@ from syncline.checkpoint.participants import Participants
 from syncline.data import move
 from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.file_lock import FileLock
+from syncline.parallel.experts import expert_statistics
 from syncline.reduction import check_same
 from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute
@@ -188,6 +189,8 @@ class Trainer:
         self.clock, self.speeds = TrainingClock(self.now), SpeedMeter()
         self.log, self.progress = RunLogWriter(self.world, None), cast(Progress, NoProgress())
         self.loss: Tensor | None = None
+        self.experts = expert_statistics(run.model)
+        """The totals of layers of experts that the log has, by name."""
         self.logged_at = self.saved_at = self.now()
         self.first_step = 0
         """The step with which this attempt started."""
@@ -321,6 +324,9 @@ class Trainer:
         self.logged_at = self.now()
         if self.world.rank == 0 and self.loss is not None:
             self.log.log_progress(self.report(), float(self.attached.optimizer.param_groups[0]["lr"]))
+            before, self.experts = self.experts, expert_statistics(self.attached.model)
+            new = {name: each - before[name] if name in before else each for name, each in self.experts.items()}
+            self.log.log_experts(new, self.state.epoch + 1, self.state.step)
 
     def record_evaluation(
         self, measures: dict[str, float], value: float, epoch: int, step: int, *, elapsed: float, samples: int,

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.files import list_checkpoints
 from syncline.events import ChromeTrace, Recorder, RunEvent, RunLog, TensorBoardSink
+from syncline.parallel.experts import ExpertStatistics
 from syncline.reduction import Stats
 from syncline.strategies import StrategyRun
 from syncline.training.pipeline_run import PipelineRun
@@ -114,6 +115,13 @@ class RunLogWriter(Recorder):
         self.point("sl_samples_per_second", report.speeds.samples, **at)
         self.point("sl_bytes_per_second", report.speeds.bytes, **at)
         self.point("sl_exposed_share", report.speeds.exposed, **at)
+
+    def log_experts(self, layers: Mapping[str, ExpertStatistics], epoch: int, step: int) -> None:
+        """Log how many tokens each expert has computed and dropped since the last time, by layer."""
+        trained = {name: each for name, each in layers.items() if each.forwards}
+        if trained:
+            value = {name: {"tokens": each.tokens, "dropped": each.dropped} for name, each in trained.items()}
+            self.point("sl_experts", value, epoch_num=epoch, step=step)
 
     def log_evaluation(self, measures: dict[str, float], epoch: int, step: int, costs: dict[str, Any]) -> None:
         """Log the numbers of a validation (`eval_accuracy`, `eval_loss`, …) and what the run has cost until then."""

@@ -58,6 +58,7 @@ class Feed(ABC):
             "speeds": run.speeds.columns(),
             "heat": run.heat.document(kind),
             "straggler": run.heat.straggler(),
+            "experts": run.experts,
         }
 
     def _read(self, runs: Sequence[RunFeed]) -> None:

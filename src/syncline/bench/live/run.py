@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,19 @@ def rounded(value: Any, digits: int = 6) -> float | None:
     except (ValueError, OverflowError):
         return None
     return float(f"{number:.{digits}g}") if math.isfinite(number) else None
+
+
+def expert_load(layer: str, tokens: Sequence[int], dropped: Sequence[int]) -> dict[str, Any]:
+    """The share of the tokens that go to the busiest expert, its number, and the share of those that were dropped.
+
+    >>> expert_load("blocks.1", [30, 10, 5, 5], [10, 0, 0, 0])
+    {'layer': 'blocks.1', 'experts': 4, 'busiest': 0, 'share': 0.6667, 'dropped': 0.1667}
+    """
+    wanted = [int(kept) + int(lost) for kept, lost in zip(tokens, dropped, strict=True)]
+    total = max(1, sum(wanted))
+    busiest = max(range(len(wanted)), key=wanted.__getitem__)
+    share, lost = rounded(wanted[busiest] / total, 4), rounded(sum(map(int, dropped)) / total, 4)
+    return {"layer": layer, "experts": len(wanted), "busiest": busiest, "share": share, "dropped": lost}
 
 
 class Series:
@@ -209,6 +222,8 @@ class RunFeed:
         self.curve = Series("step", "elapsed", "epochs", "bytes", "metric")
         self.speeds = Series("step", "elapsed", *SPEEDS.values())
         self.heat = HeatMap()
+        self.experts: list[dict[str, Any]] = []
+        """The latest `expert_load` of each layer of experts."""
         self.step = 0
         self.started_ms: int | None = None
         self.latest_ms: int | None = None
@@ -287,6 +302,8 @@ class RunFeed:
         """Apply an event that is not a speed. Return False if it cannot be read; unknown keys are ignored."""
         if key == "sl_ranks":
             return isinstance(value, dict) and self.heat.add(value)
+        if key == "sl_experts":
+            return self._set_experts(value)
         if key == "sl_evaluation":
             return self._add_evaluation(value)
         if key == "sl_resumed":
@@ -300,6 +317,14 @@ class RunFeed:
             self.settings[key] = value
         elif key.startswith("sl_test_"):
             self.test = rounded(value)
+        return True
+
+    def _set_experts(self, value: Any) -> bool:
+        """The load of each layer of experts in the latest interval."""
+        try:
+            self.experts = [expert_load(str(name), layer["tokens"], layer["dropped"]) for name, layer in value.items()]
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+            return False
         return True
 
     def _resume(self, value: Any) -> bool:

@@ -127,6 +127,8 @@ function show() {
 
 const byPlan = (a, b) => (state.entries ?? []).indexOf(a) - (state.entries ?? []).indexOf(b);
 
+const share = (part) => `${(100 * part).toFixed(1)} %`;
+
 const people = (workers) => `${workers} worker${workers === 1 ? "" : "s"}`;
 
 function showHeader() {
@@ -184,6 +186,10 @@ function showDetail() {
   const slow = detail.straggler;
   setText(at("straggler"), slow ? `Rank ${slow.rank} computes ${slow.times} × as long as the median rank.` : "");
   if (some) drawHeat(at("heat"), detail.heat, KINDS[detail.heat.kind]);
+  fillList(at("experts"), detail.experts.map((one) => {
+    const busiest = `expert ${one.busiest} of ${one.experts} is chosen for ${share(one.share)} of the tokens`;
+    return `${one.layer || "experts"}: ${busiest}, ${share(one.dropped)} are dropped`;
+  }));
   const told = detail.speeds.step.length > 0;
   at("speeds").hidden = !told;
   at("no-speeds").hidden = told;

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.division import LayerDivision, take_share
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 from syncline.parallel.tensor_layers.plan import TensorPlan, plan_divisions
 from syncline.world import World
 
@@ -29,7 +29,7 @@ class Divided:
     """A model that is divided over the workers of a world."""
 
     model: nn.Module
-    team: Team
+    team: LayerTeam
     divisions: list[LayerDivision]
     slices: dict[str, DimensionSlice]
 
@@ -54,7 +54,7 @@ def divide(world: World, model: nn.Module, plan: Plan) -> Divided:
     """Give this worker its share of a model."""
     divisions = plan_divisions(model, plan, world.size)
     shares = [division.share(world.rank, world.size) for division in divisions]
-    team = Team(world.group())
+    team = LayerTeam(world.group())
     slices: dict[str, DimensionSlice] = {}
     for division, share in zip(divisions, shares, strict=True):
         take_share(division.module, share)

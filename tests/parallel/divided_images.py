@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.parallel.spatial import spatial_divisions
-from syncline.parallel.team import Team
+from syncline.parallel.spatial_layers import spatial_divisions
+from syncline.parallel.team import LayerTeam
 from syncline.world import World
 
 
 def divide(
     model: nn.Module, world: World, regions: Sequence[str] = ("",), axis: str = "height"
-) -> tuple[nn.Module, Team]:
+) -> tuple[nn.Module, LayerTeam]:
     """A copy of a model whose regions work on strips, and the team."""
-    copied, team = copy.deepcopy(model), Team(world.group())
+    copied, team = copy.deepcopy(model), LayerTeam(world.group())
     for division in spatial_divisions(copied, regions, axis, world.size):
         division.attach(team)
     return copied, team
@@ -65,11 +65,11 @@ def check_equal(
     axis: str = "height",
     steps: int = 1,
     tolerance: float = 1e-10,
-) -> list[Team]:
+) -> list[LayerTeam]:
     """A divided model computes and trains as the whole one does. Returns the teams of all workers."""
     expected = compute(copy.deepcopy(model), x, steps)
 
-    def work(world: World) -> tuple[Result, Team]:
+    def work(world: World) -> tuple[Result, LayerTeam]:
         divided, team = divide(model, world, regions, axis)
         return compute(divided, x, steps), team
 

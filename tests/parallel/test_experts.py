@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.experts import (
+from syncline.parallel.expert_layers import (
     Experts,
     ExpertStatistics,
     NoisyTopK,
@@ -23,8 +23,8 @@ from syncline.parallel.experts import (
     expert_loss,
     expert_statistics,
 )
-from syncline.parallel.experts.dispatch import dispatch, expert_capacity
-from syncline.parallel.experts.gate import expected_load, squared_variation
+from syncline.parallel.expert_layers.dispatch import dispatch, expert_capacity
+from syncline.parallel.expert_layers.gate import expected_load, squared_variation
 
 FEATURES = 6
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError, SynclineError
 from syncline.parallel.division import take_share
-from syncline.parallel.experts import (
+from syncline.parallel.expert_layers import (
     ExpertGate,
     Experts,
     ExpertsDivision,
@@ -21,8 +21,8 @@ from syncline.parallel.experts import (
     Routing,
     expert_loss,
 )
-from syncline.parallel.experts.dispatch import TeamExchange, build_row_codec
-from syncline.parallel.team import Team
+from syncline.parallel.expert_layers.dispatch import TeamExchange, build_row_codec
+from syncline.parallel.team import LayerTeam
 from syncline.reduction import Stats
 from syncline.testing import Pool
 from tests.hunting import hunted, seeds
@@ -59,9 +59,9 @@ def make(count: int = 4, gate: Any = None, dtype: torch.dtype = torch.float64, *
     return layer
 
 
-def divide(layer: Experts, world: sl.World) -> Team:
+def divide(layer: Experts, world: sl.World) -> LayerTeam:
     """Leave this worker its experts."""
-    team = Team(world.group())
+    team = LayerTeam(world.group())
     division = ExpertsDivision("layer", layer)
     division.check(team.size)
     take_share(layer, division.share(team.rank, team.size))
@@ -227,7 +227,7 @@ def test_an_expert_that_ignores_its_input_takes_part() -> None:
             Constant() if number < 2 else nn.Linear(FEATURES, FEATURES) for number in range(4)
         )
         layer.double()
-        team = Team(world.group())
+        team = LayerTeam(world.group())
         layer.team = team
         x = tokens(4, seed=world.rank).requires_grad_()
         layer(x).sum().backward()
@@ -310,7 +310,7 @@ def test_detaching_and_a_world_of_one() -> None:
     division = ExpertsDivision("layer", layer)
 
     def work(world: sl.World) -> int:
-        team = Team(world.group())
+        team = LayerTeam(world.group())
         division.check(1)
         assert not division.share(0, 1).absent
         division.attach(team)
@@ -363,7 +363,7 @@ def test_a_codec_sends_random_bits_of_its_own() -> None:
     """Quantised rows are right on average, and the rows of a worker itself are exact."""
 
     def work(world: sl.World) -> Any:
-        team = Team(world.group())
+        team = LayerTeam(world.group())
         rows = torch.linspace(-1, 1, 32).repeat(2, 1)
         codec = build_row_codec("quantize(2)")
         total = torch.zeros(2, 32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,11 @@ class Block(nn.Module):
 class TransformerNet(nn.Module):
     """Two blocks on sequences of three tokens. Its plan divides attention and MLP."""
 
-    tensor_plan = {"blocks.*.attn": "heads", "blocks.*.up": "columns", "blocks.*.down": "rows"}
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "blocks.*.attn": "heads",
+        "blocks.*.up": "columns",
+        "blocks.*.down": "rows",
+    }
 
     def __init__(self) -> None:
         super().__init__()

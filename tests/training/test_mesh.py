@@ -178,7 +178,7 @@ def test_a_run_that_is_refused_leaves_the_model_as_it_was() -> None:
         momentum = optimizer.state[model[4][0].weight]["momentum_buffer"].clone()
         with pytest.raises(IncompatibleError, match="ssp"):
             sl.distribute(model, optimizer, "ssp(slack=1)", parallel=HEAD)
-        with pytest.raises(SpecError, match="algorithm|nosuch"):
+        with pytest.raises(SpecError, match=r"algorithm|nosuch"):
             sl.distribute(model, optimizer, parallel=HEAD, algorithm="nosuch")
         assert_equal(dict(model.state_dict()), before)
         assert type(model[4]) is kind

@@ -1,6 +1,6 @@
 """Model parallelism: a model is split over workers.
 
-`sl.pipeline` splits it between layers. Layers are divided by `sl.distribute(…, parallel=sl.parallel.tensor(plan, size=2))`.
+`sl.pipeline` splits it between layers. `sl.distribute(…, parallel=sl.parallel.tensor(plan, size=2))` divides layers.
 """
 
 from importlib import import_module as _import_module
@@ -12,7 +12,7 @@ if _TYPE_CHECKING:
     from syncline.parallel.division_specs import SpatialParallel as spatial  # noqa: N813
     from syncline.parallel.division_specs import TensorParallel as tensor  # noqa: N813
     from syncline.parallel.division_specs import WeirdTrick as weird_trick  # noqa: N813
-    from syncline.parallel.experts import Experts, expert_loss
+    from syncline.parallel.expert_layers import Experts, expert_loss
     from syncline.parallel.tensor_layers.heads import Heads
     from syncline.parallel.tensor_layers.plan import TensorPlan
     from syncline.parallel.tensor_layers.vocabulary import cross_entropy
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Experts": ("experts", "Experts"),
+    "Experts": ("expert_layers", "Experts"),
     "Heads": ("tensor_layers.heads", "Heads"),
     "TensorPlan": ("tensor_layers.plan", "TensorPlan"),
     "cross_entropy": ("tensor_layers.vocabulary", "cross_entropy"),
-    "expert_loss": ("experts", "expert_loss"),
+    "expert_loss": ("expert_layers", "expert_loss"),
     "experts": ("division_specs", "ExpertParallel"),
     "spatial": ("division_specs", "SpatialParallel"),
     "tensor": ("division_specs", "TensorParallel"),

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError
 from syncline.model_parts import DimensionSlice, ModelPart
 from syncline.parallel.division import LayerDivision
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 from syncline.world import broadcast_object
 
 __all__ = ["DividedModel", "DividedTensor", "divided_tensors"]
@@ -86,7 +86,7 @@ class DividedModel:
         optimizer: Optimizer,
         divisions: Sequence[LayerDivision],
         tensors: Sequence[DividedTensor],
-        teams: Mapping[str, Team],
+        teams: Mapping[str, LayerTeam],
         positions: Mapping[str, int],
     ) -> None:
         """Call it when all workers have the same values. An error leaves model and optimizer as they were."""
@@ -309,7 +309,7 @@ class _PartGuard:
     all of it. Its layers compute with the team if those of the model do.
     """
 
-    def __init__(self, teams: Mapping[str, Team], copied_divided: bool | None = None) -> None:
+    def __init__(self, teams: Mapping[str, LayerTeam], copied_divided: bool | None = None) -> None:
         self.teams = teams
         self.saves = False
         """Whether a checkpoint reads this worker's part at the moment."""

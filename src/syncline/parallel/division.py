@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.model_parts import DimensionSlice
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 
 __all__ = ["LayerDivision", "Share", "divide_class", "restore_class", "take_share"]
 
@@ -67,7 +67,7 @@ class LayerDivision(ABC):
         """What a worker has of it, by its rank in the team. Called on the whole module."""
 
     @abstractmethod
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         """Make the module compute with the team. Its tensors hold this worker's share when its forward is called.
 
         Where `team.divided` is False its tensors are whole, and it computes as before.

@@ -68,7 +68,7 @@ class TensorParallel(DivisionSpec):
         return self.size
 
     def divisions(self, model: nn.Module, size: int) -> list[LayerDivision]:
-        from syncline.parallel.tensor.plan import default_plan, plan_divisions
+        from syncline.parallel.tensor_layers.plan import default_plan, plan_divisions
 
         plan = default_plan(model) if self.plan is None else self.plan
         return plan_divisions(model, plan, size)
@@ -100,9 +100,9 @@ class SpatialParallel(DivisionSpec):
         return self.size
 
     def divisions(self, model: nn.Module, size: int) -> list[LayerDivision]:
-        from syncline.parallel.spatial import spatial_divisions
+        from syncline.parallel.spatial_layers import spatial_divisions
 
-        return list(spatial_divisions(model, self.regions, self.along, size))
+        return spatial_divisions(model, self.regions, self.along, size)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class ExpertParallel(DivisionSpec):
             _check_size("experts", self.size)
 
     def workers(self, model: nn.Module, available: int) -> int:
-        from syncline.parallel.experts.experts import find_experts
+        from syncline.parallel.expert_layers.experts import find_experts
 
         counts = [each.count for _, each in find_experts(model)]
         if not counts:
@@ -126,8 +126,8 @@ class ExpertParallel(DivisionSpec):
         return math.gcd(available, *counts) if self.size is None else self.size
 
     def divisions(self, model: nn.Module, size: int) -> list[LayerDivision]:
-        from syncline.parallel.experts.division import ExpertsDivision
-        from syncline.parallel.experts.experts import find_experts
+        from syncline.parallel.expert_layers.division import ExpertsDivision
+        from syncline.parallel.expert_layers.experts import find_experts
 
         return [ExpertsDivision(name, each, model) for name, each in find_experts(model)]
 
@@ -156,7 +156,7 @@ class WeirdTrick(DivisionSpec):
         return available if self.size is None else self.size
 
     def divisions(self, model: nn.Module, size: int) -> list[LayerDivision]:
-        from syncline.parallel.weird_trick import weird_trick_divisions
+        from syncline.parallel.dense_head import weird_trick_divisions
 
         head = (self.head,) if isinstance(self.head, str) else self.head
         return list(weird_trick_divisions(model, head, self.scheme, size))

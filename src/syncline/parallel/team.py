@@ -35,8 +35,8 @@ from syncline.world.arrays import widen
 from syncline.world.functional import compare_calls
 
 __all__ = [
+    "LayerTeam",
     "PendingSwap",
-    "Team",
     "copy_to_team",
     "exchange",
     "gather",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-class Team:
+class LayerTeam:
     """The workers that divide one layer, or all layers of a kind. A copy of a model shares the team of the original."""
 
     def __init__(self, group: Group) -> None:
@@ -220,7 +220,7 @@ class Team:
             self.stats.forwarded(nbytes, wire_bytes)
             self.stats.waited(start, now(), "waits for the workers that divide a layer")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Team:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerTeam:
         """The same team."""
         return self
 
@@ -232,7 +232,7 @@ class Team:
 class PendingSwap:
     """Messages under way to and from workers of a team."""
 
-    def __init__(self, team: Team, handles: Sequence[Handle], bodies: Sequence[Tensor]) -> None:
+    def __init__(self, team: LayerTeam, handles: Sequence[Handle], bodies: Sequence[Tensor]) -> None:
         self._team, self._handles = team, handles
         self._bodies = bodies
         """They must exist until they are sent."""
@@ -265,7 +265,7 @@ def row_size(x: Tensor) -> int:
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: LayerTeam) -> Tensor:
         ctx.team = team
         return x.view_as(x)
 
@@ -276,7 +276,7 @@ class _Copy(Function):
 
 class _Sum(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: LayerTeam) -> Tensor:
         ctx.team = team
         return team.reduce(x)
 
@@ -287,7 +287,7 @@ class _Sum(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, dim: int, lengths: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: LayerTeam, dim: int, lengths: Sequence[int]) -> Tensor:
         ctx.team, ctx.dim, ctx.lengths = team, dim, lengths
         return team.gather(x, dim, lengths)
 
@@ -298,7 +298,7 @@ class _Gather(Function):
 
 class _OwnPart(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, dim: int, lengths: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: LayerTeam, dim: int, lengths: Sequence[int]) -> Tensor:
         ctx.team, ctx.dim, ctx.lengths = team, dim, lengths
         return x.narrow(dim, sum(lengths[: team.rank]), lengths[team.rank]).clone(memory_format=torch.contiguous_format)
 
@@ -309,7 +309,7 @@ class _OwnPart(Function):
 
 class _GatherAndReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, dim: int, length: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: LayerTeam, dim: int, length: int) -> Tensor:
         ctx.team, ctx.dim = team, dim
         return team.gather(x, dim, team.lengths(length))
 
@@ -320,7 +320,7 @@ class _GatherAndReduce(Function):
 
 class _ReduceOwnPart(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: LayerTeam, dim: int) -> Tensor:
         ctx.team, ctx.dim, ctx.length = team, dim, x.shape[dim]
         return team.reduce_scatter(x, dim)
 
@@ -329,15 +329,15 @@ class _ReduceOwnPart(Function):
         return _call(_GatherAndReduce, gradients[0], ctx.team, ctx.dim, ctx.length), None, None
 
 
-class _Exchange(Function):
+class _ExchangedRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: LayerTeam, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         ctx.team, ctx.send, ctx.receive = team, send, receive
         return team.alltoall(x, send, receive)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _call(_Exchange, gradients[0], ctx.team, ctx.receive, ctx.send), None, None, None
+        return _call(_ExchangedRows, gradients[0], ctx.team, ctx.receive, ctx.send), None, None, None
 
 
 def _call(function: type[Function], *arguments: Any) -> Tensor:
@@ -346,17 +346,17 @@ def _call(function: type[Function], *arguments: Any) -> Tensor:
     return result
 
 
-def copy_to_team(x: Tensor, team: Team) -> Tensor:
+def copy_to_team(x: Tensor, team: LayerTeam) -> Tensor:
     """`x` itself; its gradient is the sum over the team."""
     return _call(_Copy, x, team) if team.size > 1 else x
 
 
-def sum_over_team(x: Tensor, team: Team) -> Tensor:
+def sum_over_team(x: Tensor, team: LayerTeam) -> Tensor:
     """The sum over the team; the gradient is that of the sum."""
     return _call(_Sum, x, team) if team.size > 1 else x
 
 
-def gather(x: Tensor, team: Team, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+def gather(x: Tensor, team: LayerTeam, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """The tensors of all workers along a dimension; the gradient is this worker's part, which others do not add to."""
     if team.size == 1:
         return x
@@ -364,22 +364,22 @@ def gather(x: Tensor, team: Team, dim: int, sizes: Sequence[int] | None = None) 
     return _call(_Gather, x, team, dim, [x.shape[dim]] * team.size if sizes is None else list(sizes))
 
 
-def take_own_part(x: Tensor, team: Team, dim: int) -> Tensor:
+def take_own_part(x: Tensor, team: LayerTeam, dim: int) -> Tensor:
     """This worker's part along a dimension; the gradient has the parts of all workers."""
     dim %= x.dim()
     return _call(_OwnPart, x, team, dim, team.lengths(x.shape[dim])) if team.size > 1 else x
 
 
-def gather_and_reduce(x: Tensor, team: Team, dim: int, length: int) -> Tensor:
+def gather_and_reduce(x: Tensor, team: LayerTeam, dim: int, length: int) -> Tensor:
     """The parts of all workers along a dimension of `length`; the gradient is this worker's part of the sum."""
     return _call(_GatherAndReduce, x, team, dim % x.dim(), length) if team.size > 1 else x
 
 
-def reduce_own_part(x: Tensor, team: Team, dim: int) -> Tensor:
+def reduce_own_part(x: Tensor, team: LayerTeam, dim: int) -> Tensor:
     """This worker's part of the sum over the team; the gradient has the parts of all workers."""
     return _call(_ReduceOwnPart, x, team, dim % x.dim()) if team.size > 1 else x
 
 
-def exchange(x: Tensor, team: Team, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+def exchange(x: Tensor, team: LayerTeam, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Send `send[i]` rows to worker i, and return those of all workers. Gradients go the way back."""
-    return _call(_Exchange, x, team, send, receive) if team.size > 1 else x
+    return _call(_ExchangedRows, x, team, send, receive) if team.size > 1 else x

@@ -209,7 +209,7 @@ def _divide(
 
 def automatic_divisions(model: nn.Module) -> tuple[DivisionSpec, ...]:
     """What `distribute` divides if `parallel` is not given: the experts of `sl.parallel.Experts`, if there are any."""
-    experts = sys.modules.get("syncline.parallel.experts.experts")  # not imported: the model has none
+    experts = sys.modules.get("syncline.parallel.expert_layers.experts")  # not imported: the model has none
     if experts is None or not any(True for _ in experts.find_experts(model)):
         return ()
     from syncline.parallel.division_specs import ExpertParallel

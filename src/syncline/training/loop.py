@@ -37,7 +37,7 @@ from syncline.checkpoint.participants import Participants
 from syncline.data import move
 from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.file_lock import FileLock
-from syncline.parallel.experts import expert_statistics
+from syncline.parallel.expert_layers import expert_statistics
 from syncline.reduction import check_same
 from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute

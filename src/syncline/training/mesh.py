@@ -13,7 +13,7 @@ from syncline.optim import LAMB, LARS
 from syncline.parallel.divided_model import DividedModel, DividedTensor, divided_tensors
 from syncline.parallel.division import LayerDivision
 from syncline.parallel.division_specs import DivisionSpec
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 from syncline.strategies import Ensemble, Strategy
 from syncline.training.team_runs import make_data_groups
 from syncline.world import Group, World
@@ -67,7 +67,7 @@ class MeshGroups:
 
     data: Mapping[str, Group]
     """The workers that reduce a kind of parameters. See `DivisionPlan.kinds`."""
-    layer_teams: Mapping[str, Team]
+    layer_teams: Mapping[str, LayerTeam]
     """The workers that divide layers, by axis."""
     holders: Group
     """The workers that together have one copy of the model."""
@@ -80,7 +80,7 @@ class MeshGroups:
         mesh = plan.mesh
         data = make_data_groups(world, mesh, plan.kinds)
         teams = {
-            axis: Team(_own(world, mesh.teams(axis)))
+            axis: LayerTeam(_own(world, mesh.teams(axis)))
             for axis in ("tensor", "shared")
             if any(division.axis == axis for division in plan.divisions)
         }

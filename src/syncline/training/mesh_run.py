@@ -25,7 +25,7 @@ from syncline.data.partition import mix_seeds
 from syncline.errors import IncompatibleError
 from syncline.model_parts import ModelPart
 from syncline.parallel.divided_model import DividedModel
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 from syncline.reduction import Communicator
 from syncline.strategies import Shard
 from syncline.strategies.local_weights import called_by_grad_scaler
@@ -252,7 +252,7 @@ class _SharedRandom:
 class _ComparedInputs:
     """A hook that compares the first inputs of the model between the workers of a tensor team."""
 
-    def __init__(self, team: Team, divided: DividedModel) -> None:
+    def __init__(self, team: LayerTeam, divided: DividedModel) -> None:
         self._team, self._divided = team, divided
         self._left = COMPARED_BATCHES
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.files import list_checkpoints
 from syncline.events import ChromeTrace, Recorder, RunEvent, RunLog, TensorBoardSink
-from syncline.parallel.experts import ExpertStatistics
+from syncline.parallel.expert_layers import ExpertStatistics
 from syncline.reduction import Stats
 from syncline.strategies import StrategyRun
 from syncline.training.pipeline_run import PipelineRun

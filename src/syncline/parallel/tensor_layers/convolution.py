@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from syncline.errors import IncompatibleError
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.division import LayerDivision, Share, divide_class, restore_class
-from syncline.parallel.team import Team, copy_to_team, gather, sum_over_team, take_own_part
+from syncline.parallel.team import LayerTeam, copy_to_team, gather, sum_over_team, take_own_part
 from syncline.parallel.tensor_layers.linear import check_length, check_plain, own_range
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 class OutputChannelConvolution:
     """A convolution of which each worker computes some output channels."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: OutputChannelsDivision
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class OutputChannelConvolution:
 class InputChannelConvolution:
     """A convolution of which each worker uses some input channels; the workers sum their outputs."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: InputChannelsDivision
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class InputChannelConvolution:
 class GroupConvolution:
     """A convolution of which each worker computes some groups of channels."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: GroupsDivision
 
     @property
@@ -98,7 +98,7 @@ class GroupConvolution:
 class ChannelNorm:
     """A normalisation of channels, of which each worker has some."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
 
     @property
     def num_groups(self) -> int:
@@ -124,7 +124,7 @@ class ConvolutionDivision(LayerDivision):
         weight: Tensor = self.layer.weight
         return x.dim() - weight.dim() + 1
 
-    def own_input(self, x: Tensor, team: Team, channels: int) -> Tensor:
+    def own_input(self, x: Tensor, team: LayerTeam, channels: int) -> Tensor:
         """The channels of the input that this worker uses."""
         dim = self.channel_dim(x)
         if self.slices_input:
@@ -163,7 +163,7 @@ class OutputChannelsDivision(ConvolutionDivision):
     def share(self, rank: int, size: int) -> Share:
         return Share(self._slices(rank, size))
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, OutputChannelConvolution, tensor_team=team, tensor_division=self)
 
 
@@ -179,7 +179,7 @@ class InputChannelsDivision(ConvolutionDivision):
         inputs = self.layer.in_channels
         return Share({"weight": DimensionSlice(1, (own_range(inputs, rank, size),), inputs)})
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, InputChannelConvolution, tensor_team=team, tensor_division=self)
 
 
@@ -196,7 +196,7 @@ class GroupsDivision(ConvolutionDivision):
     def share(self, rank: int, size: int) -> Share:
         return Share(self._slices(rank, size))
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, GroupConvolution, tensor_team=team, tensor_division=self)
 
 
@@ -219,7 +219,7 @@ class ChannelNormDivision(LayerDivision):
         names = ("weight", "bias", "running_mean", "running_var")
         return Share({name: cut for name in names if getattr(self.module, name, None) is not None})
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         mixin = ChannelNorm if isinstance(self.module, nn.GroupNorm) else _NoChange
         divide_class(self.module, mixin, tensor_team=team)
 

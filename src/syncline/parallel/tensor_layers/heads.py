@@ -24,7 +24,7 @@ from torch.nn import functional
 from syncline.errors import IncompatibleError, SpecError
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.division import LayerDivision, Share, divide_class, restore_class
-from syncline.parallel.team import Team, gather, sum_over_team, take_own_part
+from syncline.parallel.team import LayerTeam, gather, sum_over_team, take_own_part
 from syncline.parallel.tensor_layers.linear import (
     ColumnsDivision,
     InputCopies,
@@ -99,7 +99,7 @@ def recognise_heads(name: str, module: nn.Module) -> Heads:
 class AttentionHeads:
     """A user's attention module of which each worker computes some heads. Its counts of heads are this worker's."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: HeadsDivision
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -122,7 +122,7 @@ def _count_property(name: str) -> property:
 
     def get(module: Any) -> int:
         whole: int = vars(module)[name]
-        team: Team = module.tensor_team
+        team: LayerTeam = module.tensor_team
         return whole // team.size if team.active else whole
 
     def set_whole(module: Any, value: int) -> None:
@@ -159,7 +159,7 @@ class HeadsDivision(LayerDivision):
     def share(self, rank: int, size: int) -> Share:
         return Share()
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         counts = [each for each in (self.heads.count, self.heads.key_count) if isinstance(each, str)]
         mixin = type("AttentionHeads", (AttentionHeads,), {name: _count_property(name) for name in counts})
         divide_class(self.module, mixin, tensor_team=team, tensor_division=self)
@@ -230,7 +230,7 @@ def _check_heads(name: str, count: int, things: str, size: int) -> None:
 class MultiheadAttentionHeads:
     """`nn.MultiheadAttention` of which each worker computes some heads."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: AttentionHeadsDivision
 
     def forward(
@@ -299,7 +299,7 @@ def _merge_masks(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     causal: bool,
-    team: Team,
+    team: LayerTeam,
     length: tuple[int, int],
 ) -> tuple[Tensor | None, bool]:
     """The mask to add to q·kᵀ of this worker's heads, and whether it is the causal one, which need not be added."""
@@ -325,7 +325,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(
-    layer: Any, heads: Sequence[Tensor], mask: Tensor | None, causal: bool, need_weights: bool, team: Team
+    layer: Any, heads: Sequence[Tensor], mask: Tensor | None, causal: bool, need_weights: bool, team: LayerTeam
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of this worker's heads. Each worker drops others of its weights."""
     query, key, value = heads
@@ -392,7 +392,7 @@ class AttentionHeadsDivision(LayerDivision):
             slices["in_proj_bias"] = three
         return Share(slices)
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, MultiheadAttentionHeads, tensor_team=team, tensor_division=self)
 
     def detach(self) -> None:

@@ -29,7 +29,7 @@ from syncline.errors import IncompatibleError
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.division import LayerDivision, Share, divide_class, restore_class
 from syncline.parallel.team import (
-    Team,
+    LayerTeam,
     copy_to_team,
     gather,
     gather_and_reduce,
@@ -113,14 +113,14 @@ class InputCopies:
         return self._copies[key][1]
 
 
-def enter_layer(x: Tensor, team: Team, sequence_dim: int | None) -> Tensor:
+def enter_layer(x: Tensor, team: LayerTeam, sequence_dim: int | None) -> Tensor:
     """The whole input of a layer whose gradients are summed. `sequence_dim`: each worker has a part of the sequence."""
     if sequence_dim is None:
         return copy_to_team(x, team)
     return gather_and_reduce(x, team, sequence_dim, x.shape[sequence_dim] * team.size)
 
 
-def leave_layer(partial: Tensor, bias: Tensor | None, team: Team, sequence_dim: int | None) -> Tensor:
+def leave_layer(partial: Tensor, bias: Tensor | None, team: LayerTeam, sequence_dim: int | None) -> Tensor:
     """The sum of the workers' partial outputs, with the bias. `sequence_dim`: each worker keeps its part of it."""
     if sequence_dim is None:
         whole = sum_over_team(partial, team)
@@ -138,7 +138,7 @@ def leave_layer(partial: Tensor, bias: Tensor | None, team: Team, sequence_dim: 
 class ColumnLinear:
     """A linear layer of which each worker computes some outputs."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: ColumnsDivision
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class ColumnLinear:
 class RowLinear:
     """A linear layer of which each worker uses some inputs; the workers sum their outputs."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: RowsDivision
     weight: Tensor
     bias: Tensor | None
@@ -208,7 +208,7 @@ class ColumnsDivision(LayerDivision):
         names = ["weight"] if self.module.bias is None else ["weight", "bias"]
         return Share(dict.fromkeys(names, cut))
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, ColumnLinear, tensor_team=team, tensor_division=self)
 
     def detach(self) -> None:
@@ -239,7 +239,7 @@ class RowsDivision(LayerDivision):
         first, stop = own_range(self.inputs // self.unit, rank, size)
         return Share({"weight": DimensionSlice(1, ((first * self.unit, stop * self.unit),), self.inputs)})
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, RowLinear, tensor_team=team, tensor_division=self)
 
     def detach(self) -> None:
@@ -271,7 +271,7 @@ class SharedInputDivision(LayerDivision):
     def share(self, rank: int, size: int) -> Share:
         return Share()
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, SharedInput, tensor_copies=self.copies)
 
     def detach(self) -> None:

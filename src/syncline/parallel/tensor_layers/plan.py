@@ -26,7 +26,7 @@ from torch import nn
 from syncline.errors import IncompatibleError, SpecError
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.division import LayerDivision, Share
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 from syncline.parallel.tensor_layers.convolution import (
     ChannelNormDivision,
     GroupsDivision,
@@ -230,9 +230,7 @@ def _divide(name: str, module: nn.Module, role: Role, sequence_dim: int) -> list
         "rows": lambda: RowsDivision(name, module, slices_input=before == "slice", sequence_dim=sequence_out),
         "channels_out": lambda: OutputChannelsDivision(name, module, gathers=after == "gather"),
         "channels_in": lambda: InputChannelsDivision(name, module, slices_input=before == "slice"),
-        "groups": lambda: GroupsDivision(
-            name, module, gathers=after == "gather", slices_input=before == "slice"
-        ),
+        "groups": lambda: GroupsDivision(name, module, gathers=after == "gather", slices_input=before == "slice"),
         "channels": lambda: ChannelNormDivision(name, module),
         "sequence": lambda: PartDivision(
             name, module, dim=sequence_dim, slices=before == "slice", gathers=after == "gather"
@@ -372,7 +370,7 @@ class TransformerDivision(LayerDivision):
         is_layer = isinstance(self.module, nn.TransformerEncoderLayer)
         return "activation_relu_or_gelu" if is_layer else "use_nested_tensor"
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         module: Any = self.module
         module.tensor_fast_path = getattr(module, self._switch)
         setattr(module, self._switch, 0)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 
 __all__ = ["split_random"]
 
@@ -26,7 +26,7 @@ SEED_RANGE = 2**62
 
 
 @contextmanager
-def split_random(team: Team, device: torch.device | None = None) -> Iterator[None]:
+def split_random(team: LayerTeam, device: torch.device | None = None) -> Iterator[None]:
     """Inside, random numbers differ between the workers of a team. Afterwards the global generators are equal again.
 
     One number is drawn from the global generator on the CPU, so that each use has different numbers. `device`: a GPU

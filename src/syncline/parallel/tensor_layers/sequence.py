@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from syncline.errors import IncompatibleError
 from syncline.parallel.division import LayerDivision, Share, divide_class, restore_class
-from syncline.parallel.team import Team, copy_to_team, gather, take_own_part
+from syncline.parallel.team import LayerTeam, copy_to_team, gather, take_own_part
 from syncline.parallel.tensor_layers.random_streams import split_random
 
 __all__ = ["PartDivision", "PartModule"]
@@ -34,7 +34,7 @@ __all__ = ["PartDivision", "PartModule"]
 class PartModule:
     """A module that gets a part of the activations. Its parameters are whole; their gradients are summed."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: PartDivision
 
     def forward(self, x: Any, *inputs: Any, **options: Any) -> Any:
@@ -53,7 +53,7 @@ class PartModule:
 
 
 @contextmanager
-def _copied_parameters(module: nn.Module, team: Team) -> Iterator[None]:
+def _copied_parameters(module: nn.Module, team: LayerTeam) -> Iterator[None]:
     """Inside, the parameters of a module are copies whose gradients are summed over the team."""
     owners = [each for each in module.modules() if any(p is not None for p in each._parameters.values())]
     for owner in owners:  # an instance's own attribute comes before the parameter of the same name
@@ -87,7 +87,7 @@ class PartDivision(LayerDivision):
             if isinstance(each, nn.RNNBase):
                 raise IncompatibleError(f"{self.name} is a {type(each).__name__}: it needs whole sequences")
 
-    def slice(self, x: Tensor, team: Team) -> Tensor:
+    def slice(self, x: Tensor, team: LayerTeam) -> Tensor:
         """This worker's part of the sequence."""
         length = x.shape[self.dim]
         if length % team.size:
@@ -100,7 +100,7 @@ class PartDivision(LayerDivision):
     def share(self, rank: int, size: int) -> Share:
         return Share()
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, PartModule, tensor_team=team, tensor_division=self)
 
     def detach(self) -> None:

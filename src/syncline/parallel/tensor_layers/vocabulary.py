@@ -20,7 +20,7 @@ from torch.nn import functional
 from syncline.errors import IncompatibleError
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.division import LayerDivision, Share, divide_class, restore_class
-from syncline.parallel.team import Team, sum_over_team
+from syncline.parallel.team import LayerTeam, sum_over_team
 from syncline.parallel.tensor_layers.linear import ColumnLinear, check_length, check_plain, leave_layer, own_range
 
 __all__ = ["VocabularyDivision", "VocabularyEmbedding", "cross_entropy"]
@@ -29,7 +29,7 @@ __all__ = ["VocabularyDivision", "VocabularyEmbedding", "cross_entropy"]
 class VocabularyEmbedding:
     """An embedding of which each worker has the rows of some words."""
 
-    tensor_team: Team
+    tensor_team: LayerTeam
     tensor_division: VocabularyDivision
     weight: Tensor
 
@@ -79,7 +79,7 @@ class VocabularyDivision(LayerDivision):
     def share(self, rank: int, size: int) -> Share:
         return Share({"weight": DimensionSlice(0, (own_range(self.words, rank, size),), self.words)})
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         divide_class(self.module, VocabularyEmbedding, tensor_team=team, tensor_division=self)
 
     def detach(self) -> None:
@@ -147,7 +147,7 @@ def cross_entropy(
 def _losses(
     values: Tensor,
     targets: Tensor,
-    team: Team,
+    team: LayerTeam,
     classes: tuple[int, int],
     ignore_index: int,
     weight: Tensor | None,

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from syncline.parallel.spatial.strips import Rule, SplitAxis, Strip, refuse, require_strip, share_over_team
+from syncline.parallel.spatial_layers.strips import Rule, SplitAxis, Strip, refuse, require_strip, share_over_team
 
 __all__ = ["RULES"]
 

@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncline.codecs import Codec
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.experts.dispatch import Dispatch, TeamExchange, build_row_codec, dispatch, expert_capacity
-from syncline.parallel.experts.gate import ExpertGate, NoisyTopK, Routing, SwitchGate
-from syncline.parallel.team import Team
+from syncline.parallel.expert_layers.dispatch import Dispatch, TeamExchange, build_row_codec, dispatch, expert_capacity
+from syncline.parallel.expert_layers.gate import ExpertGate, NoisyTopK, Routing, SwitchGate
+from syncline.parallel.team import LayerTeam
 
 __all__ = ["ExpertStatistics", "Experts", "expert_loss", "expert_statistics"]
 
@@ -101,7 +101,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(_make_experts(expert, count))
         self.gate = _make_gate(gate, count, top, features, self.experts[0])
         self.top = self.gate.top
-        self.team: Team | None = None
+        self.team: LayerTeam | None = None
         """The workers that divide the experts, if there are any."""
         self.loss = torch.zeros(())
         """The balance loss of the latest forward in training mode; zero before it, and in evaluation mode."""
@@ -152,7 +152,7 @@ class Experts(nn.Module):
         codec = "" if self.codec is None else f", codec={self.codec!r}"
         return f"count={self.count}, top={self.top}, capacity={self.capacity}{codec}"
 
-    def _compute_in_team(self, rows: Tensor, sent: Dispatch, team: Team) -> Tensor:
+    def _compute_in_team(self, rows: Tensor, sent: Dispatch, team: LayerTeam) -> Tensor:
         local = self.count // team.size
         experts = list(self.experts)[team.rank * local : (team.rank + 1) * local]
         trained = any(each.requires_grad for expert in experts for each in expert.parameters())
@@ -161,7 +161,7 @@ class Experts(nn.Module):
         counts = [sum(each) for each in zip(*exchange.counts, strict=True)]
         return exchange.from_experts(_compute(experts, received, counts))
 
-    def _balance(self, routing: Routing, sent: Dispatch, team: Team | None) -> None:
+    def _balance(self, routing: Routing, sent: Dispatch, team: LayerTeam | None) -> None:
         """Set the balance loss, and count. Sums are those of all workers of the team, in one all-reduce.
 
         The gradient of a run is the mean over its workers. So that it is that of the loss over all tokens, each

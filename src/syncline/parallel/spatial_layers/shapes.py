@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.parallel.spatial.strips import (
+from syncline.parallel.spatial_layers.strips import (
     Rule,
     SplitAxis,
     Strip,
@@ -24,7 +24,7 @@ from syncline.parallel.spatial.strips import (
     rows_of,
     share_over_team,
 )
-from syncline.parallel.spatial.windows import Window
+from syncline.parallel.spatial_layers.windows import Window
 from syncline.parallel.team import sum_over_team
 
 __all__ = ["RULES", "whole_shape"]

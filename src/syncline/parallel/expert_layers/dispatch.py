@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from syncline.codecs import Codec, PayloadCodec, RngKey, SparseCodec, build_codec
 from syncline.errors import DivergedError, IncompatibleError, SpecError
-from syncline.parallel.team import Team
+from syncline.parallel.team import LayerTeam
 
 __all__ = ["Dispatch", "TeamExchange", "build_row_codec", "dispatch", "expert_capacity"]
 
@@ -103,7 +103,9 @@ def build_row_codec(codec: Codec | str | None) -> PayloadCodec | None:
 class TeamExchange:
     """The exchanges of one forward pass, and of its backward pass. Every worker of the team makes one."""
 
-    def __init__(self, team: Team, counts: Sequence[int], needs_gradient: bool, codec: PayloadCodec | None) -> None:
+    def __init__(
+        self, team: LayerTeam, counts: Sequence[int], needs_gradient: bool, codec: PayloadCodec | None
+    ) -> None:
         self._team, self._codec = team, codec
         local = len(counts) // team.size
         wish = (NEEDED if needs_gradient else NOT_NEEDED) if torch.is_grad_enabled() else NO_GRADIENTS

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncline.errors import IncompatibleError
-from syncline.parallel.team import Team, copy_to_team, gather, take_own_part
+from syncline.parallel.team import LayerTeam, copy_to_team, gather, take_own_part
 
 __all__ = [
     "Rule",
@@ -45,7 +45,7 @@ Rule = Callable[..., Any]
 class SplitAxis:
     """The dimension in which images are split over a team."""
 
-    team: Team = field(repr=False)
+    team: LayerTeam = field(repr=False)
     dim: int
     """Counted from the last dimension: −2 is the height, −1 the width."""
     length: int
@@ -171,7 +171,7 @@ class _CopyAll(Function):
     """Tensors themselves; the gradients are summed over the team in one all-reduce."""
 
     @staticmethod
-    def forward(ctx: Any, team: Team, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, team: LayerTeam, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.team = team
         return tuple(each.view_as(each) for each in tensors)
 
@@ -182,7 +182,7 @@ class _CopyAll(Function):
         return None, *(part.view(each.shape) for part, each in zip(parts, gradients, strict=True))
 
 
-def share_over_team(team: Team, *tensors: Tensor | None) -> list[Tensor | None]:
+def share_over_team(team: LayerTeam, *tensors: Tensor | None) -> list[Tensor | None]:
     """Tensors that every worker has, to compute with its strip: their gradients are summed over the team."""
     wanted = [each for each in tensors if each is not None and each.requires_grad]
     if not wanted or not torch.is_grad_enabled():

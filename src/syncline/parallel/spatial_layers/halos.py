@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from syncline.parallel.spatial.strips import SplitAxis, memory_order
+from syncline.parallel.spatial_layers.strips import SplitAxis, memory_order
 
 __all__ = ["Rows", "fetch_rows", "received_rows"]
 

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.parallel.division import LayerDivision, Share, divide_class, restore_class
-from syncline.parallel.spatial import norms, shapes, windows
-from syncline.parallel.spatial.strips import Rule, SplitAxis, Strip, gather_rows, rows_of
-from syncline.parallel.team import Team
+from syncline.parallel.spatial_layers import norms, shapes, windows
+from syncline.parallel.spatial_layers.strips import Rule, SplitAxis, Strip, gather_rows, rows_of
+from syncline.parallel.team import LayerTeam
 from syncline.specs import nearest
 
 __all__ = ["SpatialDivision", "spatial_divisions"]
@@ -80,7 +80,7 @@ class SpatialDivision(LayerDivision):
         """Every worker has the whole parameters."""
         return Share()
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         """Make the module work on strips. Without a team of several workers it computes as before."""
         divide_class(self.module, _Strips, spatial=_Settings(team, AXES[self.split], self.name))
 
@@ -115,7 +115,7 @@ def spatial_divisions(
 
 @dataclass(frozen=True)
 class _Settings:
-    team: Team
+    team: LayerTeam
     dim: int
     name: str
 

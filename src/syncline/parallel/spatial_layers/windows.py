@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from syncline.parallel.spatial.halos import Rows, fetch_rows
-from syncline.parallel.spatial.strips import (
+from syncline.parallel.spatial_layers.halos import Rows, fetch_rows
+from syncline.parallel.spatial_layers.strips import (
     Rule,
     SplitAxis,
     Strip,

@@ -1,8 +1,8 @@
 """Sparsely-gated mixtures of experts, whose experts may be on different workers."""
 
-from syncline.parallel.experts.division import ExpertsDivision
-from syncline.parallel.experts.experts import Experts, ExpertStatistics, expert_loss, expert_statistics
-from syncline.parallel.experts.gate import ExpertGate, NoisyTopK, Routing, SwitchGate
+from syncline.parallel.expert_layers.division import ExpertsDivision
+from syncline.parallel.expert_layers.experts import Experts, ExpertStatistics, expert_loss, expert_statistics
+from syncline.parallel.expert_layers.gate import ExpertGate, NoisyTopK, Routing, SwitchGate
 
 __all__ = [
     "ExpertGate",

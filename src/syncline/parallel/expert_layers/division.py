@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.parallel.division import LayerDivision, Share
-from syncline.parallel.experts.experts import Experts
-from syncline.parallel.team import Team
+from syncline.parallel.expert_layers.experts import Experts
+from syncline.parallel.team import LayerTeam
 
 __all__ = ["ExpertsDivision"]
 
@@ -68,7 +68,7 @@ class ExpertsDivision(LayerDivision):
         ]
         return Share(absent=frozenset(absent))
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         self.experts.team = team
 
     def detach(self) -> None:

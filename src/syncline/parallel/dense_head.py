@@ -49,7 +49,7 @@ from syncline.parallel.head_layout import (
     rows_of_turns,
     unit_edges,
 )
-from syncline.parallel.team import PendingSwap, Team
+from syncline.parallel.team import LayerTeam, PendingSwap
 from syncline.world.functional import compare_calls
 
 __all__ = ["HeadDivision", "weird_trick_divisions"]
@@ -71,7 +71,9 @@ ELEMENTWISE = (
 class HeadTransfer:
     """One exchange of one turn: started, then waited for, forward and back."""
 
-    def __init__(self, team: Team, exchange: HeadExchange, rows: Sequence[int], units: Sequence[int], tag: int) -> None:
+    def __init__(
+        self, team: LayerTeam, exchange: HeadExchange, rows: Sequence[int], units: Sequence[int], tag: int
+    ) -> None:
         self.team, self.exchange = team, exchange
         self.rows, self.units = rows, units
         self.tag = tag
@@ -227,7 +229,7 @@ class DenseChain:
 class HeadComputation:
     """Computes a head with the workers of a team."""
 
-    def __init__(self, name: str, chain: DenseChain, layout: HeadLayout, scheme: Scheme, team: Team) -> None:
+    def __init__(self, name: str, chain: DenseChain, layout: HeadLayout, scheme: Scheme, team: LayerTeam) -> None:
         self.name, self.chain, self.layout, self.scheme, self.team = name, chain, layout, scheme, team
         self.units = [
             [stop - start for start, stop in pairwise(unit_edges(width, team.size))] for width in chain.widths
@@ -423,7 +425,7 @@ class HeadDivision(LayerDivision):
                 slices[f"{prefix}bias"] = _slice(0, layer.out_features, rank, size)
         return Share(slices)
 
-    def attach(self, team: Team) -> None:
+    def attach(self, team: LayerTeam) -> None:
         """Compute with the team."""
         computation = HeadComputation(self.name, self.chain, self.layout, self.scheme, team)
         divide_class(self.module, DividedHead, head_computation=computation)

@@ -73,14 +73,14 @@ class TransformerNet(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.blocks(self.embed(x.unflatten(1, (3, 2)))).mean(1))
+        output: Tensor = self.head(self.blocks(self.embed(x.reshape(-1, 3, 2))).mean(1))
         return output
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"experts": ExpertNet, "cnn": make_cnn, "transformer": TransformerNet}
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str) -> Any:
     """A model in double precision with random weights; gates too, which start with zeros otherwise."""
     torch.manual_seed(0)
     model = MODELS[name]().double()
@@ -167,3 +167,22 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+
+
+DIVIDED: dict[str, Any] = {
+    "transformer": "tensor(2)",
+    "experts": "experts(2)",
+    "cnn": ["spatial('1', 2)", "tensor({'4.0': 'columns', '4.2': 'rows'}, size=2)"],
+}
+"""A division of each model over two workers."""
+
+
+def train_divided(world: World) -> list[dict[str, Tensor]]:
+    """Every model divided over two workers."""
+    return [train(world, name, parallel, range(2)) for name, parallel in DIVIDED.items()]
+
+
+def assert_trained(found: list[dict[str, Tensor]]) -> None:
+    """The results of `train_divided` are those of one process."""
+    for name, state in zip(DIVIDED, found, strict=True):
+        assert_equal(state, train_alone(name, range(2)))

@@ -16,8 +16,20 @@ import syncline as sl
 from syncline.checkpoint import load
 from syncline.errors import IncompatibleError, SpecError
 from syncline.parallel.division_specs import ExpertParallel, WeirdTrick
+from syncline.testing import Pool
 from syncline.world import World
-from tests.training.mesh_models import assert_equal, batch_of, make_model, make_optimizer, own_batch, train, train_alone
+from tests.strategies.cases import on_gloo
+from tests.training.mesh_models import (
+    assert_equal,
+    assert_trained,
+    batch_of,
+    make_model,
+    make_optimizer,
+    own_batch,
+    train,
+    train_alone,
+    train_divided,
+)
 
 EXPERTS = ExpertParallel(2)
 HEAD = WeirdTrick("b", size=2)
@@ -58,6 +70,12 @@ def test_the_same_mesh_continues_with_the_same_bits(tmp_path: Path) -> None:
     ).results
     for found, expected in zip(again, whole, strict=True):
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_two_gloo_processes_divide_layers(gloo: Pool) -> None:
+    for found in gloo.run(on_gloo, 2, train_divided):
+        assert_trained(found)
 
 
 STRATEGIES = ("local(period=2)", "diloco(period=2)", "easgd(period=2)", "gossip", "average", "adacomm(start=2)")
@@ -222,7 +240,7 @@ def test_the_optimizers_state_is_divided_and_made_whole() -> None:
 def test_incomplete_batches_are_left_out() -> None:
     def work(world: World) -> int:
         run, model, optimizer = in_training(world, "experts", EXPERTS)
-        data = [(x, y) for x, y in zip(*batch_of(0), strict=True)] * 2
+        data: Any = [(x, y) for x, y in zip(*batch_of(0), strict=True)] * 2
         steps = 0
         for x, y in run.shard(torch.utils.data.DataLoader(data, batch_size=5)):
             optimizer.zero_grad()
@@ -248,7 +266,7 @@ def test_a_grad_scaler_skips_the_same_steps_everywhere() -> None:
         for step in range(3):
             x, y = own_batch(world, step)
             optimizer.zero_grad()
-            scaler.scale(functional.cross_entropy(model(x.float()), y)).backward()
+            torch.autograd.backward(scaler.scale(functional.cross_entropy(model(x.float()), y)))
             if step == 1 and world.rank == 2:  # after the reduction, so that nobody else sees it
                 own = next(each for each in model.moe.experts.parameters() if each.grad is not None)
                 assert own.grad is not None
@@ -271,7 +289,7 @@ def test_a_scaler_that_is_not_named_is_refused() -> None:
         sl.distribute(model, optimizer, parallel=EXPERTS)
         scaler = torch.amp.GradScaler("cpu")
         x, y = own_batch(world, 0)
-        scaler.scale(functional.cross_entropy(model(x.float()), y)).backward()
+        torch.autograd.backward(scaler.scale(functional.cross_entropy(model(x.float()), y)))
         with pytest.raises(IncompatibleError, match=r"schedulers=\[scaler\]"):
             scaler.step(optimizer)
 

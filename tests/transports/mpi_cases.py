@@ -28,6 +28,7 @@ from syncline.transports.mpi.connect import load
 from tests.parallel.models import MODELS
 from tests.parallel.test_pipeline import compare, train_alone, train_cases
 from tests.strategies.cases import on_gloo
+from tests.training.mesh_models import assert_trained, train_divided
 from tests.world.functional_checks import check_functional
 
 TIMEOUT = 60.0
@@ -229,6 +230,12 @@ def train_a_pipeline(transport: MpiTransport) -> None:
         compare(found, train_alone(MODELS[model]))
 
 
+def divide_layers(transport: MpiTransport) -> None:
+    """Two ranks divide layers, and train as one process does."""
+    if transport.size == 2:
+        assert_trained(on_gloo(transport, train_divided))
+
+
 MORE: tuple[Callable[[MpiTransport], None], ...] = (
     withdraw_a_receive,
     wait_for_sends_first,
@@ -245,6 +252,7 @@ MORE: tuple[Callable[[MpiTransport], None], ...] = (
     leave_a_flush,
     work_as_a_world,
     train_a_pipeline,
+    divide_layers,
 )
 MORE_SIZES = (1, 2, 3)
 

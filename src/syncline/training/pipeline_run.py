@@ -605,7 +605,8 @@ class PipelineRun(PartsRun):
 
     def model_part(self) -> ModelPart:
         """The part of the model that this worker saves and loads."""
-        part = self._whole.model_part()
+        with self._part():
+            part = self._whole.model_part()
         if self._divided is None or self.mesh is None:
             return part
         with self._whole.part():

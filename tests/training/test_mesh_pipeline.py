@@ -1,0 +1,183 @@
+"""Pipelines whose layers are divided train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import syncline as sl
+from syncline.errors import IncompatibleError
+from syncline.parallel.partition import StagePartition
+from syncline.world import World
+from tests.training.mesh_models import assert_equal, make_model, make_optimizer, own_batch, train, train_alone
+
+TENSOR = sl.parallel.tensor(size=2)
+CUTS = {"transformer": ["blocks.1"], "experts": ["head"], "cnn": ["4"]}
+FOUR_STAGES = ["blocks.0", "blocks.1", "head"]
+
+
+def train_pipeline(
+    world: World,
+    name: str,
+    parallel: Any = (),
+    steps: Sequence[int] = range(4),
+    *,
+    stages: Any = None,
+    optimizer: str = "sgd",
+    load: Path | None = None,
+    save: Path | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Some steps with `sl.pipeline`; the whole model afterwards."""
+    model = make_model(name)
+    trainer = make_optimizer(model, optimizer)
+    options = {"microbatches": 2, "clip_norm": 0.5, **options}
+    run = sl.pipeline(
+        model, trainer, functional.cross_entropy, stages=stages or CUTS[name], parallel=parallel, **options
+    )
+    if load is not None:
+        sl.load(load, run=run)
+    for step in steps:
+        run.step(*own_batch(world, step))
+    if save is not None:
+        sl.save(save, step=max(steps) + 1, run=run)
+    run.close()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "schedule", "workers"),
+    [
+        ("transformer", TENSOR, "1f1b", 8),
+        ("transformer", TENSOR, "gpipe", 4),
+        ("transformer", TENSOR, "interleaved(chunks=2)", 4),
+        ("transformer", TENSOR, "zero_bubble", 4),
+        ("transformer", TENSOR, "zbv", 8),
+        ("experts", sl.parallel.experts(2), "zero_bubble", 8),
+        ("cnn", sl.parallel.weird_trick("c", size=2), "1f1b", 4),
+        ("cnn", [sl.parallel.spatial("1", size=2), sl.parallel.weird_trick("a", size=2)], "1f1b", 8),
+    ],
+)
+def test_a_pipeline_of_divided_layers_trains_as_one_process_does(
+    name: str, parallel: Any, schedule: str, workers: int
+) -> None:
+    stages = FOUR_STAGES if schedule.startswith(("interleaved", "zbv")) else None
+    expected = train_alone(name)
+    found = sl.simulate(
+        lambda world: train_pipeline(world, name, parallel, schedule=schedule, stages=stages), ranks=workers
+    )
+    for state in found.results:
+        assert_equal(state, expected)
+
+
+def test_pipedream_uses_the_same_versions_of_the_weights() -> None:
+    def work(world: World, parallel: Any) -> dict[str, Tensor]:
+        return train_pipeline(world, "transformer", parallel, schedule="pipedream", clip_norm=None)
+
+    expected = sl.simulate(lambda world: work(world, ()), ranks=2).results[0]
+    for state in sl.simulate(lambda world: work(world, TENSOR), ranks=4).results:
+        assert_equal(state, expected)
+
+
+def test_a_text_names_the_mesh() -> None:
+    def work(world: World) -> tuple[str, dict[str, Tensor]]:
+        model = make_model("transformer")
+        run: Any = sl.distribute(
+            model,
+            make_optimizer(model),
+            parallel="pipeline(2, microbatches=2) x tensor(2)",
+            strategy="local(period=2)",
+            codec="quantize(8)",
+            loss_fn=functional.cross_entropy,
+        )
+        for step in range(4):
+            run.step(*own_batch(world, step))
+        run.close()
+        return str(world.mesh), dict(model.state_dict())
+
+    results = sl.simulate(work, ranks=8).results
+    for mesh, state in results:
+        assert mesh == "mesh of 8 ranks: pipeline 2 x data 2 x tensor 2"
+        assert all(torch.equal(state[key], results[0][1][key]) for key in state)
+
+
+def loaded(world: World, folder: Path, parallel: Any, stages: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The whole model and AdamW's averages as they are after a load."""
+    model = make_model("transformer")
+    optimizer = make_optimizer(model, "adamw")
+    if stages is None:
+        run: Any = sl.distribute(model, optimizer, parallel=parallel)
+    else:
+        run = sl.pipeline(model, optimizer, functional.cross_entropy, stages=stages, parallel=parallel or ())
+    sl.load(folder, run=run)
+    run.close()
+    averages = {name: optimizer.state[each]["exp_avg"].clone() for name, each in model.named_parameters()}
+    return {key: value.clone() for key, value in model.state_dict().items()}, averages
+
+
+def test_a_checkpoint_of_any_mesh_loads_into_any_other(tmp_path: Path) -> None:
+    def save(world: World) -> None:
+        train_pipeline(world, "transformer", TENSOR, range(2), optimizer="adamw", save=tmp_path)
+
+    sl.simulate(save, ranks=4)
+    states: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    for ranks, parallel, stages in (
+        (4, TENSOR, CUTS["transformer"]),  # pipeline 2 x tensor 2
+        (2, None, None),  # data 2
+        (1, None, None),
+        (4, sl.parallel.tensor(size=4), None),
+        (4, None, FOUR_STAGES),
+    ):
+        states += sl.simulate(
+            lambda world, parallel=parallel, stages=stages: loaded(  # type: ignore[misc]
+                world, tmp_path, parallel, stages
+            ),
+            ranks=ranks,
+        ).results
+    for state in states:
+        for found, expected in zip(state, states[0], strict=True):
+            assert list(found) == list(expected)
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_training_continues_on_another_mesh(tmp_path: Path) -> None:
+    expected = train_alone("transformer")
+    sl.simulate(lambda world: train_pipeline(world, "transformer", TENSOR, range(2), save=tmp_path), ranks=4)
+    on_workers = sl.simulate(lambda world: train(world, "transformer", None, range(2, 4), load=tmp_path), ranks=2)
+    in_layers = sl.simulate(lambda world: train(world, "transformer", TENSOR, range(2, 4), load=tmp_path), ranks=4)
+    for state in (*on_workers.results, *in_layers.results):
+        assert_equal(state, expected)
+
+
+@pytest.mark.parametrize(("strategy", "codec"), [("local(period=2)", None), ("allreduce", "topk(0.5)|quantize(8)")])
+def test_strategies_and_codecs_act_as_without_a_pipeline(strategy: str, codec: str | None) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "codec": codec}
+    expected = sl.simulate(lambda world: train(world, "transformer", TENSOR, clip=None, **options), ranks=4).results[0]
+    found = sl.simulate(
+        lambda world: train_pipeline(world, "transformer", TENSOR, clip_norm=None, **options), ranks=8
+    ).results
+    for state in found:
+        assert all(torch.equal(state[key], found[0][key]) for key in state)
+        if codec is None:
+            assert_equal(state, expected)
+
+
+def test_what_a_pipeline_cannot_divide_is_refused() -> None:
+    def work(world: World) -> None:
+        model = make_model("transformer")
+        options: dict[str, Any] = {"parallel": TENSOR}
+        with pytest.raises(IncompatibleError, match=r"blocks\.1\.attn\.out_proj lies inside blocks\.1\.attn"):
+            sl.pipeline(
+                model, make_optimizer(model), functional.cross_entropy, stages=["blocks.1.attn.out_proj"], **options
+            )
+        partition = StagePartition(("blocks.1",), (3, 1))
+        with pytest.raises(IncompatibleError, match="cannot divide layers"):
+            sl.pipeline(model, make_optimizer(model), functional.cross_entropy, stages=partition, **options)
+
+    sl.simulate(work, ranks=4)

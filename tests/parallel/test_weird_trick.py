@@ -609,3 +609,30 @@ def test_a_second_derivative_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="once_differentiable"):
         sl.simulate(twice, 2)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_two_backward_passes_and_recomputation(scheme: Scheme) -> None:
+    """The second pass over one graph adds the same gradients, and so does a head that is computed again."""
+
+    def step(world: World) -> list[Gradients]:
+        model = seeded(cnn)
+        divide(model, world, scheme)
+        x, y = batch(world.rank, 4)
+        found = []
+        loss = loss_of(model(x), y)
+        for last in (False, True):
+            torch.autograd.backward(loss, retain_graph=not last)
+            found.append(gradients_of(model))
+        for reentrant in (False, True):
+            model.zero_grad()
+            features = model.get_submodule("0")(x).flatten(1)
+            output = checkpoint(model.get_submodule("2"), features, use_reentrant=reentrant)
+            torch.autograd.backward(loss_of(output, y))
+            found.append(gradients_of(model))
+        return found
+
+    for once, twice, *recomputed in sl.simulate(step, 3).results:
+        torch.testing.assert_close(twice, {name: 2 * each for name, each in once.items()})
+        for each in recomputed:
+            torch.testing.assert_close(each, once)

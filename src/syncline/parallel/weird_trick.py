@@ -272,7 +272,7 @@ class HeadComputation:
                 tag += 1
                 transfer = HeadTransfer(team, exchange, rows, units, tag)
                 started.append(_StartedExchange.of(compute(_result(value)), transfer))
-            values = list(started)
+            values = [*started]
         results = [_result(each) for each in values]
         return torch.cat([results[turn] for turn in order]).reshape(*shape, self.chain.widths[stop])
 

@@ -37,6 +37,7 @@ __all__ = [
     "predict_data_parallel",
     "predict_one_process",
     "predict_pipeline",
+    "predict_reduced_backward",
 ]
 
 WARM_UP, REPEATS = 2, 7
@@ -256,14 +257,20 @@ def predict_data_parallel(costs: PipelineCosts, workers: int, share: int, networ
     A bucket is reduced when backward has its gradients and the bucket before is reduced.
     """
     layers = costs.profile.at_batch(share).layers
-    now = sum(layer.forward_s for layer in layers)
-    reduced, waiting = now, 0.0
+    forward_s = sum(layer.forward_s for layer in layers)
+    return predict_reduced_backward(layers, forward_s, workers, network) + costs.update_s
+
+
+def predict_reduced_backward(layers: Sequence[LayerCost], start_s: float, workers: int, network: Network) -> float:
+    """When the gradients of layers are reduced over the workers, if their backward begins at `start_s`."""
+    now = reduced = start_s
+    waiting = 0.0
     for place, layer in reversed(list(enumerate(layers))):
         now += layer.backward_s
         waiting += layer.parameter_bytes
         if waiting >= BUCKET_BYTES or place == 0:
             reduced, waiting = max(now, reduced) + predict_fastest(workers, int(waiting), network), 0.0
-    return max(now, reduced) + costs.update_s
+    return max(now, reduced)
 
 
 def _one_step(

@@ -83,8 +83,11 @@ class HeadTransfer:
 
     def start(self, x: Tensor, exchange: HeadExchange) -> None:
         """Send this worker's blocks, and post the receives of those of the others."""
+        with torch.inference_mode(False):  # a transport writes into buffers outside of the caller's inference mode
+            self._start(x.detach(), exchange)
+
+    def _start(self, x: Tensor, exchange: HeadExchange) -> None:
         team, rank = self.team, self.team.rank
-        x = x.detach()
         others = [(rank + distance) % team.size for distance in range(1, team.size)]
         sends = [(to, self._cut(x, exchange, to)) for to in others]
         blocks, self._output = self._receive_buffers(x, exchange)
@@ -271,9 +274,9 @@ class HeadComputation:
                 tag += 1
                 transfer = HeadTransfer(team, exchange, rows, units, tag)
                 started.append(_StartedExchange.of(compute(_result(value)), transfer))
-            values = list(started)
+            values = [*started]
         results = [_result(each) for each in values]
-        return torch.cat([results[turn] for turn in order]).reshape(*shape, -1)
+        return torch.cat([results[turn] for turn in order]).reshape(*shape, self.chain.widths[stop])
 
     def _steps(self, first: int, stop: int) -> Iterator[tuple[Callable[[Tensor], Tensor], HeadExchange, Sequence[int]]]:
         """What a turn computes before each exchange, and the exchange with the units of each worker in it."""
@@ -323,11 +326,12 @@ class HeadComputation:
             )
         gradient = "with" if own.requires_grad and torch.is_grad_enabled() else "without"
         compare_calls(team.group, f"head {self.name}.{name}, scheme {self.scheme}: {own.dtype}, {gradient} gradients")
-        counts = torch.zeros(team.size, dtype=torch.int64)
-        counts[team.rank] = len(own)
         others = [rank for rank in range(team.size) if rank != team.rank]
-        mine = counts[team.rank : team.rank + 1]
-        team.swap([(rank, mine) for rank in others], [(rank, counts[rank : rank + 1]) for rank in others])
+        with torch.inference_mode(False):
+            counts = torch.zeros(team.size, dtype=torch.int64)
+            counts[team.rank] = len(own)
+            mine = counts[team.rank : team.rank + 1]
+            team.swap([(rank, mine) for rank in others], [(rank, counts[rank : rank + 1]) for rank in others])
         return [int(count) for count in counts]
 
     def _check_recomputation(self) -> None:
@@ -481,6 +485,8 @@ def weird_trick_divisions(
             given = cuts[before : before + len(_chain(name, modules[name]).layers)]
         divisions.append(HeadDivision(name, modules[name], scheme, size, given))
     _check_separate(model, divisions)
+    for division in divisions:
+        division.check(size)
     log.info("one weird trick, scheme %s, %d workers: %s", scheme, size, "; ".join(map(repr, divisions)))
     return list(divisions)
 
@@ -525,6 +531,10 @@ def _is_sequential(module: nn.Module) -> bool:
 
 def _chain(name: str, module: nn.Module) -> DenseChain:
     """The modules of a head in their order."""
+    if any(isinstance(each, nn.parameter.UninitializedParameter) for each in module.parameters()):
+        raise IncompatibleError(
+            f"a dense layer of the head {name!r} does not know its size yet: call the model with one batch first"
+        )
     if isinstance(module, nn.Linear):
         return DenseChain((), (("", module),), ((),))
     if not _is_sequential(module):
@@ -565,8 +575,6 @@ def _check_layer(name: str, layer: nn.Linear) -> None:
             f"{name} is a {type(layer).__name__} with a forward of its own, and the head divides nn.Linear only: leave "
             "it out of the head"
         )
-    if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own.values()):
-        raise IncompatibleError(f"{name} does not know its size yet: call the model with one batch first")
     if "weight" not in own or (layer.bias is not None and "bias" not in own):
         raise IncompatibleError(
             f"the weight of {name} is computed from other parameters (a parametrization), and only plain weights can "

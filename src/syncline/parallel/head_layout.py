@@ -149,7 +149,7 @@ class HeadLayout:
     """The cuts of all layers of a head, one after another.
 
     >>> choose_layout([9216, 4096, 4096, 1000], 4).cuts
-    ('rows', 'rows', 'rows')
+    ('rows', 'columns', 'rows')
     """
 
     layers: tuple[LayerCut, ...]
@@ -175,9 +175,10 @@ class HeadLayout:
         return sum(layer.takes_own for layer in self.layers)
 
     @property
-    def cost(self) -> tuple[int, int]:
-        """What a layout is chosen by: elements, then exchanges."""
-        return sum(layer.cost(self.workers) for layer in self.layers), len(self.exchanges)
+    def cost(self) -> tuple[int, int, int]:
+        """What a layout is chosen by: the elements that are sent, then where all turns wait for each other, then
+        exchanges."""
+        return sum(layer.cost(self.workers) for layer in self.layers), self.entries, len(self.exchanges)
 
 
 def choose_layout(
@@ -192,7 +193,7 @@ def choose_layout(
     `widths`: the inputs of the first layer, then the outputs of each. `own_after`: after which layers modules follow
     that must see whole examples, each on its owner. `cuts`: these and no others.
 
-    >>> choose_layout([400, 300, 10], 4).cuts, choose_layout([100, 400, 10], 4).cuts
+    >>> choose_layout([900, 300, 10], 4).cuts, choose_layout([100, 400, 10], 4).cuts
     (('rows', 'rows'), ('columns', 'rows'))
     """
     count = len(widths) - 1

@@ -230,9 +230,7 @@ def _divide(name: str, module: nn.Module, role: Role, sequence_dim: int) -> list
         "rows": lambda: RowsDivision(name, module, slices_input=before == "slice", sequence_dim=sequence_out),
         "channels_out": lambda: OutputChannelsDivision(name, module, gathers=after == "gather"),
         "channels_in": lambda: InputChannelsDivision(name, module, slices_input=before == "slice"),
-        "groups": lambda: GroupsDivision(
-            name, module, gathers=after == "gather", slices_input=before == "slice"
-        ),
+        "groups": lambda: GroupsDivision(name, module, gathers=after == "gather", slices_input=before == "slice"),
         "channels": lambda: ChannelNormDivision(name, module),
         "sequence": lambda: PartDivision(
             name, module, dim=sequence_dim, slices=before == "slice", gathers=after == "gather"

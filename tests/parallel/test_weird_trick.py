@@ -18,8 +18,8 @@ import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
 from syncline.parallel.division import take_share
 from syncline.parallel.head_layout import CUTS, SCHEMES, Cut, HeadExchange, Scheme, choose_layout, rows_of_turns
-from syncline.parallel.team import Team
-from syncline.parallel.weird_trick import HeadDivision, weird_trick_divisions
+from syncline.parallel.team import LayerTeam
+from syncline.parallel.dense_head import HeadDivision, weird_trick_divisions
 from syncline.testing import Pool
 from syncline.workloads.vgg import VGG
 from syncline.world import World
@@ -85,9 +85,9 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 def divide(
     model: nn.Module, world: World, scheme: Scheme, head: Sequence[str] | None = None, **options: Any
-) -> tuple[Team, dict[str, Any]]:
+) -> tuple[LayerTeam, dict[str, Any]]:
     """Divide a model over all ranks. Returns the slices of its parameters, by their names in the model."""
-    team = Team(world.group())
+    team = LayerTeam(world.group())
     slices = {}
     for division in weird_trick_divisions(model, head, scheme, world.size, **options):
         division.check(team.size)
@@ -378,7 +378,7 @@ def test_evaluation_copies_and_the_whole_model(scheme: Scheme) -> None:
         x, _ = batch(world.rank, 4)
         plain = copy.deepcopy(model)
         division = weird_trick_divisions(plain, None, scheme, world.size)[0]
-        division.attach(team := Team(world.group()))
+        division.attach(team := LayerTeam(world.group()))
         team.divided = False
         found = [plain(x)]
         division.detach()

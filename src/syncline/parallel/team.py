@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import Function
 
 from syncline.collectives import NATIVE, build, channel
@@ -329,7 +330,7 @@ class _ReduceOwnPart(Function):
         return _call(_GatherAndReduce, gradients[0], ctx.team, ctx.dim, ctx.length), None, None
 
 
-class _ExchangedRows(Function):
+class _ExchangeRows(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: LayerTeam, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         ctx.team, ctx.send, ctx.receive = team, send, receive
@@ -337,11 +338,12 @@ class _ExchangedRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _call(_ExchangedRows, gradients[0], ctx.team, ctx.receive, ctx.send), None, None, None
+        return _call(_ExchangeRows, gradients[0], ctx.team, ctx.receive, ctx.send), None, None, None
 
 
+@_disable_dynamo
 def _call(function: type[Function], *arguments: Any) -> Tensor:
-    """Call an autograd function, with a type: torch declares Any."""
+    """Call an autograd function, in a compiled model too: it communicates, so it cannot be part of a graph."""
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -382,4 +384,4 @@ def reduce_own_part(x: Tensor, team: LayerTeam, dim: int) -> Tensor:
 
 def exchange(x: Tensor, team: LayerTeam, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Send `send[i]` rows to worker i, and return those of all workers. Gradients go the way back."""
-    return _call(_ExchangedRows, x, team, send, receive) if team.size > 1 else x
+    return _call(_ExchangeRows, x, team, send, receive) if team.size > 1 else x

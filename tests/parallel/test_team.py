@@ -1,0 +1,237 @@
+"""Collectives of a team: what they give in forward, and their gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import syncline as sl
+from syncline.errors import IncompatibleError
+from syncline.parallel.team import (
+    LayerTeam,
+    copy_to_team,
+    exchange,
+    gather,
+    gather_and_reduce,
+    reduce_own_part,
+    sum_over_team,
+    take_own_part,
+)
+from syncline.testing import Pool
+from syncline.world import World
+from tests.strategies.cases import on_gloo
+
+ROWS, COLUMNS = 5, 7
+
+
+def whole(rank: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A tensor of whole numbers, another for each rank."""
+    return (torch.arange(ROWS * COLUMNS, dtype=dtype).view(ROWS, COLUMNS) * (rank + 1)) % 11
+
+
+def own_sizes(length: int, size: int) -> list[int]:
+    return [length * (rank + 1) // size - length * rank // size for rank in range(size)]
+
+
+def parts(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
+    return torch.split(x, own_sizes(x.shape[dim], size), dim)
+
+
+def with_gradient(
+    function: Callable[[Tensor], Tensor], x: Tensor, upstream: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """The output, and the gradient of the input for a gradient of the output."""
+    x = x.clone().requires_grad_()
+    output = function(x)
+    changed = (output * 1).relu_()  # what follows may work in place
+    (gradient,) = torch.autograd.grad(output, x, upstream(output))
+    return [output.detach(), gradient, changed.detach()]
+
+
+def run_collectives(world: World) -> dict[str, list[Tensor]]:
+    """Each function on tensors of this rank. The gradient of each output is `whole(rank + 1)` or its first part."""
+    team = LayerTeam(world.group())
+    rank, size = world.rank, world.size
+    found: dict[str, list[Tensor]] = {}
+
+    def upstream(output: Tensor) -> Tensor:
+        return whole(rank + 1)[: output.shape[0], : output.shape[1]]
+
+    own = whole(rank)
+    found["copy"] = with_gradient(lambda x: copy_to_team(x, team), own, upstream)
+    found["sum"] = with_gradient(lambda x: sum_over_team(x, team), own, upstream)
+    for dim in (0, 1):
+        part = parts(own, size, dim)[rank]
+        lengths = team.lengths(own.shape[dim])
+        found[f"gather {dim}"] = with_gradient(lambda x: gather(x, team, dim, lengths), part, upstream)  # noqa: B023
+        found[f"part {dim}"] = with_gradient(lambda x: take_own_part(x, team, dim), own, upstream)  # noqa: B023
+        length = own.shape[dim]
+        found[f"gather and reduce {dim}"] = with_gradient(
+            lambda x: gather_and_reduce(x, team, dim - 2, length),  # noqa: B023
+            part,
+            upstream,
+        )
+        found[f"reduce part {dim}"] = with_gradient(lambda x: reduce_own_part(x, team, dim), own, upstream)  # noqa: B023
+    found["equal gather"] = with_gradient(lambda x: gather(x, team, -1), own[:, :2], lambda output: output)
+    return found
+
+
+def expected(size: int, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """What one process computes from the tensors of all."""
+    inputs, ups = [whole(i) for i in range(size)], [whole(i + 1) for i in range(size)]
+    total = torch.stack(inputs).sum(0)
+    found = {"copy": (inputs[rank], torch.stack(ups).sum(0)), "sum": (total, ups[rank])}
+    for dim in (0, 1):
+        joined = torch.cat([parts(x, size, dim)[i] for i, x in enumerate(inputs)], dim)
+        widths = [part.shape for part in parts(inputs[0], size, dim)]
+        back = torch.cat([up[: shape[0], : shape[1]] for up, shape in zip(ups, widths, strict=True)], dim)
+        found[f"gather {dim}"] = joined, parts(ups[rank], size, dim)[rank]
+        found[f"part {dim}"] = parts(inputs[rank], size, dim)[rank], back
+        found[f"gather and reduce {dim}"] = joined, parts(torch.stack(ups).sum(0), size, dim)[rank]
+        found[f"reduce part {dim}"] = parts(total, size, dim)[rank], back
+    found["equal gather"] = torch.cat([x[:, :2] for x in inputs], 1), inputs[rank][:, :2]
+    return found
+
+
+def compare(results: list[dict[str, list[Tensor]]]) -> None:
+    for rank, found in enumerate(results):
+        for name, values in expected(len(results), rank).items():
+            for value, each in zip(values, found[name], strict=False):
+                assert torch.equal(value, each), f"{name} on rank {rank}: {each}, not {value}"
+            assert torch.equal(found[name][2], values[0].relu())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collectives_and_their_gradients(size: int) -> None:
+    compare(list(sl.simulate(run_collectives, size).results))
+
+
+@pytest.mark.xdist_group("gloo")
+def test_collectives_on_gloo(gloo: Pool) -> None:
+    compare(gloo.run(on_gloo, 3, run_collectives))
+
+
+def exchange_rows(world: World) -> tuple[list[int], Tensor, Tensor]:
+    """Rank i sends i + to rows to each rank; rank 0 sends none to itself."""
+    team = LayerTeam(world.group())
+    rank, size = world.rank, world.size
+    send = [rank + to for to in range(size)]
+    receive = team.exchange_counts(send)
+    x = torch.full((sum(send), 2), float(rank), requires_grad=True)
+    output = exchange(x * 1, team, send, receive)
+    torch.autograd.backward(output, output.detach() * 10 + rank)
+    assert x.grad is not None
+    return receive, output.detach(), x.grad
+
+
+def check_exchange(results: list[tuple[list[int], Tensor, Tensor]]) -> None:
+    size = len(results)
+    for rank, (receive, output, gradient) in enumerate(results):
+        assert receive == [rank + source for source in range(size)]
+        assert output[:, 0].tolist() == [float(source) for source in range(size) for _ in range(rank + source)]
+        assert gradient[:, 1].tolist() == [float(10 * rank + to) for to in range(size) for _ in range(rank + to)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_exchange_sends_rows_and_gradients_back(size: int) -> None:
+    check_exchange(list(sl.simulate(exchange_rows, size).results))
+
+
+@pytest.mark.xdist_group("gloo")
+def test_exchange_on_gloo(gloo: Pool) -> None:
+    check_exchange(gloo.run(on_gloo, 3, exchange_rows))
+
+
+def test_a_gradient_of_a_gradient_passes_collectives() -> None:
+    """f = Σ (Σ_workers x)³ / 3 of three workers with the same function: f'' = 2·(Σ x)·3 with copies and sums."""
+
+    def work(world: World) -> Tensor:
+        team = LayerTeam(world.group())
+        x = torch.tensor([2.0], requires_grad=True)
+        y = sum_over_team(copy_to_team(x, team) * (world.rank + 1), team)  # 6·x
+        (first,) = torch.autograd.grad((y**3 / 3).sum(), x, create_graph=True)  # 6·(6x)²
+        (second,) = torch.autograd.grad(first.sum(), x)  # 6·2·36·x
+        return torch.stack([first.detach(), second])
+
+    for found in sl.simulate(work, 3).results:
+        assert found.flatten().tolist() == [6 * 144, 6 * 2 * 36 * 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex64])
+def test_reductions_keep_the_dtype(dtype: torch.dtype) -> None:
+    def work(world: World) -> Tensor:
+        return LayerTeam(world.group()).reduce(torch.ones(3, 2, dtype=dtype).t())
+
+    for found in sl.simulate(work, 2).results:
+        assert torch.equal(found, torch.full((2, 3), 2, dtype=dtype))
+
+
+def test_the_largest_value_and_single_numbers() -> None:
+    def work(world: World) -> tuple[Tensor, Tensor]:
+        team = LayerTeam(world.group())
+        return team.reduce(torch.tensor([-3.0, world.rank]), "max"), team.reduce(torch.tensor(2.0))
+
+    for largest, total in sl.simulate(work, 3).results:
+        assert (largest.tolist(), total.item()) == ([-3.0, 2.0], 6.0)
+
+
+def test_parts_may_be_empty() -> None:
+    def work(world: World) -> list[Any]:
+        team = LayerTeam(world.group())
+        x = torch.arange(2.0, requires_grad=True)
+        part = take_own_part(x * 1, team, 0)
+        again = gather(part, team, 0, team.lengths(2))
+        total = reduce_own_part(again, team, 0)
+        torch.autograd.backward(total.sum() + again.sum())
+        assert x.grad is not None
+        none = team.reduce(torch.empty(0, 3)).shape, team.reduce_scatter(torch.empty(0, 3), 0).shape
+        return [len(part), again.tolist(), total.tolist(), none == ((0, 3), (0, 3))]
+
+    results = sl.simulate(work, 3).results
+    assert [each[0] for each in results] == [0, 1, 1]
+    assert all(each[1] == [0.0, 1.0] and each[3] for each in results)
+    assert [each[2] for each in results] == [[], [0.0], [3.0]]
+
+
+def test_calls_and_bytes_are_counted() -> None:
+    def work(world: World) -> tuple[dict[str, int], int]:
+        team = LayerTeam(world.group())
+        x = torch.ones(4, 3, requires_grad=True)
+        torch.autograd.backward(gather_and_reduce(sum_over_team(copy_to_team(x, team), team), team, 0, 8).sum())
+        return dict(team.calls), team.sent_bytes
+
+    # forward: a sum of 48 bytes, a gather of this worker's 48; backward: a sum of 96 to a part, a sum of 48
+    calls = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1}
+    assert sl.simulate(work, 2).results == ((calls, 48 + 48 + 96 + 48),) * 2
+
+
+def test_a_world_of_one_communicates_nothing() -> None:
+    def work(world: World) -> int:
+        team = LayerTeam(world.group())
+        x = torch.ones(2, 2, requires_grad=True)
+        y = reduce_own_part(gather(sum_over_team(copy_to_team(x, team), team), team, 0), team, 0)
+        torch.autograd.backward(take_own_part(y, team, 0).sum())
+        return sum(team.calls.values())
+
+    assert sl.simulate(work, 1).results == (0,)
+
+
+def test_different_shapes_are_refused() -> None:
+    def work(world: World) -> None:
+        LayerTeam(world.group()).reduce(torch.ones(2 + world.rank))
+
+    with pytest.raises(IncompatibleError, match=r"disagree.*allreduce\(torch.float32\[2\], sum\)"):
+        sl.simulate(work, 2)
+
+
+def test_copies_of_a_team_are_the_team() -> None:
+    def work(world: World) -> bool:
+        team = LayerTeam(world.group())
+        return copy.deepcopy([team, team]) == [team, team]
+
+    assert sl.simulate(work, 2).results == (True, True)

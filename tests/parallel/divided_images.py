@@ -37,7 +37,7 @@ def compute(model: nn.Module, x: Tensor, steps: int = 1, optimizer: Any = None) 
         optimizer.zero_grad()
         output = model(x)
         weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape).cos()
-        torch.autograd.backward((output * weights + 0.1 * output.square()).sum())
+        torch.autograd.backward((output * weights + 0.1 * output.square()).sum() / len(output))
         if step == 0:
             found["output"] = output.detach().clone()
             found |= {

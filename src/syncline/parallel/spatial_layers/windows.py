@@ -185,8 +185,6 @@ def _max_pool(
 ) -> Tensor:
     axis, rows = require_strip(function, input)
     count = _dimensions(function)
-    if return_indices:
-        refuse(function, "with return_indices=True is not supported on images that are split")
     window, kernels, strides, paddings = _pooling(function, axis, kernel_size, stride, padding, dilation, ceil_mode)
     if window.length(axis.length) == 1:
         whole = function(gather_rows(rows, axis), kernel_size, stride, padding, dilation, ceil_mode)
@@ -195,6 +193,10 @@ def _max_pool(
     rows = window.fetch(rows, axis, output, float("-inf"))
     found = function(rows, kernels, strides, paddings, _each(dilation, count), ceil_mode)
     return axis.strip(found, length=output)
+
+
+def _max_pool_with_indices(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    refuse(function, "is not supported on images that are split: leave return_indices=True out")
 
 
 def _average_pool(
@@ -216,10 +218,10 @@ def _average_pool(
     output = _output_length(function, axis, window.length(axis.length))
     rows = window.fetch(rows, axis, output)
     found = function(rows, kernels, strides, paddings, ceil_mode, count_include_pad, *extra)
-    start, stop = axis.team.edges(output)[axis.team.rank : axis.team.rank + 2]
-    counts = [_pooled_rows(window, row, axis.length, count_include_pad) for row in range(start, stop)]
-    if divisor_override is None and any(count != window.kernel for count in counts):
-        scale = torch.tensor([window.kernel / count for count in counts], dtype=torch.float64)
+    counts = [_pooled_rows(window, row, axis.length, count_include_pad) for row in range(output)]
+    if divisor_override is None and any(count != window.kernel for count in counts):  # the same on all workers
+        start, stop = axis.team.edges(output)[axis.team.rank : axis.team.rank + 2]
+        scale = torch.tensor([window.kernel / count for count in counts[start:stop]], dtype=torch.float64)
         found = found * scale.to(found).view(-1, *[1] * (-axis.dim - 1))
     return axis.strip(found, length=output)
 
@@ -357,6 +359,7 @@ RULES: Mapping[str, Rule] = {
     **{f"conv{count}d": _convolve for count in (1, 2, 3)},
     **{f"conv_transpose{count}d": _convolve_transposed for count in (1, 2, 3)},
     **{f"max_pool{count}d": _max_pool for count in (1, 2, 3)},
+    **{f"max_pool{count}d_with_indices": _max_pool_with_indices for count in (1, 2, 3)},
     **{f"avg_pool{count}d": _average_pool for count in (1, 2, 3)},
     **{f"adaptive_avg_pool{count}d": _adaptive_average for count in (1, 2, 3)},
     **{f"adaptive_max_pool{count}d": _adaptive_max for count in (1, 2, 3)},

@@ -16,6 +16,7 @@ from tests.launching import ROOT, finish, launch, start, torch_variables
         (["hello.py"], "ranks [0]"),
         (["train.py"], "1 workers: 3"),
         (["pipeline.py"], "with 1 stages"),
+        (["experts.py", "--steps", "20"], "1 workers: "),
         (["simulator_speed.py", "--ranks", "8", "--player-ranks", "16", "--seeds", "5", "--repeats", "2"], "5 seeds"),
     ],
 )
@@ -33,6 +34,7 @@ def test_example(arguments: list[str], says: str) -> None:
         (["check_cost.py", "--repeats", "2"], "check adds"),
         (["train.py"], "2 workers: 3"),
         (["pipeline.py"], "with 2 stages"),
+        (["experts.py", "--steps", "10"], "2 workers: "),
         (["sparse_logistic.py", "--steps", "20", "--files", "70"], "balanced test accuracy 0."),
         (["topics.py", "--sweeps", "2", "--words", "20", "--files", "30"], "every one is counted once"),
         (["harness_cost.py", "--workload", "digits", "--steps", "5", "--repeats", "1"], "the race's"),

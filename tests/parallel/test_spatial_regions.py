@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.spatial import SpatialDivision, spatial_divisions
+from syncline.parallel.spatial_layers import SpatialDivision, spatial_divisions
 from syncline.testing import Pool
 from syncline.testing.hunting import hunt_cases
 from syncline.world import World

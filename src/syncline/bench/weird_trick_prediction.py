@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple
 
 from syncline.bench.pipeline_prediction import PipelineCosts, predict_reduced_backward
 from syncline.errors import SpecError
+from syncline.parallel.dense_head import HeadDivision
 from syncline.parallel.head_layout import HeadExchange, HeadLayout, Scheme, rows_of_turns, unit_edges
 from syncline.parallel.partition import LayerCost
-from syncline.parallel.dense_head import HeadDivision
 from syncline.transports import Network
 
 __all__ = [

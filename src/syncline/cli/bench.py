@@ -15,6 +15,7 @@ examples:
                                                                the gain of codecs, in several labs
   syncline bench pipeline -n 2 --schedule "1f1b;zero_bubble"   steps of pipelines, with what was predicted for them
   syncline bench pipeline --help                               its options, with examples
+  syncline bench parallel -n 2 --against dtensor               divided layers, beside torch's parallelize_module
   syncline bench server                                        push and pull compared with a bare echo
   syncline bench server --sweep -n 4 --size 40MB               the best number of servers for this cluster
   syncline bench elastic -n 4 --seconds 60 --kill-every 15     a job that loses a worker every 15 seconds
@@ -38,7 +39,7 @@ from typing import Any
 
 from syncline.bench.measuring import parse_sizes
 from syncline.bench.stragglers import SCENARIOS, StragglersPlan
-from syncline.cli import bench_elastic, bench_pipeline, bench_server, bench_step
+from syncline.cli import bench_elastic, bench_parallel, bench_pipeline, bench_server, bench_step
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
@@ -330,6 +331,12 @@ BENCHES = {
         bench_pipeline.configure,
         bench_pipeline.run,
         hints=bench_pipeline.HINTS,
+    ),
+    "parallel": _BenchCommand(
+        "divided layers compared with data parallelism",
+        bench_parallel.configure,
+        bench_parallel.run,
+        hints=bench_parallel.HINTS,
     ),
     "server": _BenchCommand("the parameter server compared with a bare echo", bench_server.configure, bench_server.run),
     "elastic": _BenchCommand("a job that loses workers and goes on", bench_elastic.configure, bench_elastic.run),

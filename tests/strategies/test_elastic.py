@@ -590,7 +590,7 @@ def test_newcomers_join_although_epochs_are_shorter_than_their_requests(
 
 def test_newcomer_that_waited_long_for_a_place_joins_soon_after_a_loss() -> None:
     """While the team is complete it is too late in each epoch. It does not ask for later and later ones."""
-    faults = [Join(at=1.0), Kill(1, at=60.0)]
+    faults: list[Fault] = [Join(at=1.0), Kill(1, at=60.0)]
     found = sl.simulate(lambda world: train_until(world, {0, 2}, 0.2), 2, elastic=(1, 2), faults=faults)
     assert found.results[1] is None
     assert 60.0 < max(found.results[0], found.results[2]) < 70.0

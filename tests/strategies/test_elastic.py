@@ -20,7 +20,7 @@ from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.testing import hunt_cases
 from syncline.transports import Transport
 from syncline.transports.faults import Fault, Join, Kill, Partition
-from syncline.transports.simulated import SimulatedConnector, kill_rank
+from syncline.transports.simulated import SimulatedConnector, SimulatedNetwork, kill_rank
 from syncline.world import Simulation, World
 from syncline.world.elastic import check_elastic_engine, compare_with_job, describe_job
 from tests.data.cases import Numbers
@@ -548,6 +548,52 @@ def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.Monk
 
     assert sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.2)]).results == (3, 3, 3)
     assert max(steps[2:]) < 0.1, "a newcomer costs the others less than a step"
+
+
+def train_until(world: World, members: set[int], step_s: float) -> float:
+    """Epochs of two steps until these members are the team. Returns the time at the end."""
+    elastic = world.elastic
+    assert elastic is not None
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sl.distribute(model, optimizer, algorithm="tree") as run:
+        shard = run.shard(DataLoader(Numbers(4), batch_size=1))
+        for _ in range(500):
+            for batch in shard:
+                world.compute(step_s)
+                optimizer.zero_grad()
+                model(batch.view(-1, 1).float()).sum().backward()
+                optimizer.step()
+            if {*elastic.team.members} == members:
+                break
+        return world.runtime.now()
+
+
+@pytest.mark.parametrize("newcomers", [1, 2])
+def test_newcomers_join_although_epochs_are_shorter_than_their_requests(
+    newcomers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: a call of a newcomer to the store takes as long as half an epoch."""
+    call_store = SimulatedNetwork.call_store
+
+    def call_slowly(self: SimulatedNetwork, rank: int) -> None:
+        self.runtimes[rank].sleep(0.005 if rank >= 2 else 0.0)
+        call_store(self, rank)
+
+    monkeypatch.setattr(SimulatedNetwork, "call_store", call_slowly)
+    members = {*range(2 + newcomers)}
+    found = sl.simulate(
+        lambda world: train_until(world, members, 0.005), 2, elastic=(1, 4), faults=[Join(at=0.1)] * newcomers
+    )
+    assert max(found.results) < 2.5, "tries that take some tenths of a second"
+
+
+def test_newcomer_that_waited_long_for_a_place_joins_soon_after_a_loss() -> None:
+    """While the team is complete it is too late in each epoch. It does not ask for later and later ones."""
+    faults: list[Fault] = [Join(at=1.0), Kill(1, at=60.0)]
+    found = sl.simulate(lambda world: train_until(world, {0, 2}, 0.2), 2, elastic=(1, 2), faults=faults)
+    assert found.results[1] is None
+    assert 60.0 < max(found.results[0], found.results[2]) < 70.0
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -92,6 +92,8 @@ MAX_ATTEMPTS = 100
 """Teams that are formed for one change, before the world gives up: each attempt loses a member."""
 LEAVE_REPORT = 4096
 """A member that leaves after a step reports this: more than all reports of newcomers, and exact in float16."""
+SHORT_WAIT_S = 5.0
+"""After a shorter wait the others may not have noticed a newcomer in time: it then asks for a later epoch."""
 MAX_PREPARATIONS = 16
 """How often a team connects to newcomers in the background. After that it waits until they are connected."""
 MAX_UNCHANGED_TEAMS = 3
@@ -309,8 +311,10 @@ class Elastic:
         self._inside = False
         self._last: Any = None
         """The result of the latest operation and what is known after it, for members that are behind."""
-        self._lead_epochs = 0
-        """In a newcomer: how many epochs ahead of the team it waits, if it was too late before."""
+        self._late_requests = 0
+        """In a newcomer: how often it was too late after a short wait."""
+        self._place_found: DataPlace | None = None
+        """In a newcomer: where the team read its data when this was last asked."""
         self._place: DataPlace | None = None
         """Where this member reads its data; None before the first batch."""
         self._checked = -CHECK_EVERY_S
@@ -613,8 +617,18 @@ class Elastic:
     def enter(self, world: World, place: DataPlace) -> bool:
         """In a newcomer: wait for a team that admits this process at its place in the data, and receive the state.
 
-        Returns False if the others have passed that place.
+        Returns False if the others have passed that place, or will have before all of them know of the newcomer: their
+        epochs may take milliseconds. So it asks for epochs that are further and further ahead::
+
+            team      │ 40 │ 41 │ 42 │ 43 │ 44 │ 45 │ 46 │ 47 │ 48 │ 49
+            newcomer    asks for 40 ─► 41: too late
+                             asks for 41 ─► 42: too late again, from now on it asks ahead
+                                  asks for 43 (1 ahead) ─► 44: too late
+                                            asks for 46 (2 ahead) ──► admitted
         """
+        if self._will_pass(place):
+            return False
+        asked = self.connector.runtime.now()
         self.formation.ask_to_join(place)
         self._inside = True
         try:
@@ -632,7 +646,11 @@ class Elastic:
                     team = self.formation.wait_again(team, lambda: self._has_passed(place), self._prepare_newcomer)
         finally:
             self._inside = False
-        self._lead_epochs = max(1, 2 * self._lead_epochs)  # their epochs are short: wait for a later one
+        found, waited_s = self._place_found, self.connector.runtime.now() - asked
+        if found is not None and found.reader != place.reader:
+            self._late_requests = 0  # they read several data in turn: a wait for a later epoch ends as early
+        elif waited_s < SHORT_WAIT_S:
+            self._late_requests += 1
         return False
 
     def _prepare_newcomer(self) -> bool:
@@ -684,10 +702,22 @@ class Elastic:
         return None
 
     def _has_passed(self, place: DataPlace) -> bool:
-        """Whether the team reads other data, or an epoch that is later or too near. False while that is unknown."""
-        now, waiting = self.place_of_team(), self._inside
-        lead = 0 if waiting else self._lead_epochs
-        return now is not None and (now.reader != place.reader or now.epoch + lead > place.epoch)
+        """Whether the team reads other data, or a later epoch. False while that is unknown. It asks the store."""
+        self._place_found = found = self.place_of_team()
+        return found is not None and (found.reader != place.reader or found.epoch > place.epoch)
+
+    def _will_pass(self, place: DataPlace) -> bool:
+        """In a newcomer: whether a request to join at this place would come too late, as far as it knows.
+
+        It asks the store only about data that the team did not read when it last asked: a newcomer must pass over
+        epochs faster than the team trains them, and an answer may take longer than an epoch.
+        """
+        found = self._place_found
+        if found is None or found.reader != place.reader:
+            return self._has_passed(place)
+        # 0, 0, 1, 2, 4, …: the first request may come at the end of a long epoch, the second one at the next start.
+        lead_epochs = (1 << self._late_requests) >> 2
+        return found.epoch + lead_epochs > place.epoch
 
     def _report_progress(self, world: World, step: int) -> None:
         """Write this member's step and place into the store now and then, for newcomers and `syncline status`."""

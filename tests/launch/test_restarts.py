@@ -287,9 +287,9 @@ def test_joined_rank_that_does_not_end_is_not_waited_for_forever() -> None:
     assert not job.ranks.expects_more()
 
 
-@pytest.mark.parametrize(("saves", "sent"), [(False, (signal.SIGTERM, False)), (True, (signal.SIGINT, True))])
+@pytest.mark.parametrize(("saves", "sent"), [(False, (signal.SIGTERM, True)), (True, (signal.SIGINT, True))])
 def test_job_ends_with_fewer_ranks_than_its_minimum(saves: bool, sent: tuple[int, bool]) -> None:
-    """The others are asked to end, and ranks that save may do so."""
+    """The others are asked to save and to end. Servers are ended after them."""
     job = Job(ElasticOptions(2, 3), 3)
     job.processes.ends = [ended(0, 3), ended(2)]
     code = Supervisor(

@@ -648,6 +648,9 @@ class Elastic:
                 self.team = team
                 try:
                     self._install(world)
+                    # The others wait for the first step of this member: it asks the store after the step.
+                    now = self.connector.runtime.now()
+                    self._place, self._checked, self._reported = place, now, now
                     return True
                 except (PeerLostError, ProtocolError) as error:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)

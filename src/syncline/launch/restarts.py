@@ -359,7 +359,7 @@ class ElasticRanks(FixedRanks):
                 self._say(f"rank {member} joins from host {self._joined[member]}")
             elif entry.kind == "ended" and self._joined.pop(member, None) is not None:
                 self._joined_done += entry.fields.get("code") == 0
-                self._lost += entry.fields.get("code") != 0
+                self._lost += entry.fields.get("code") not in (0, LEFT_CODE)
                 self._say(f"rank {member}, which had joined, has ended: {entry.fields.get('reason')}")
 
     def drop_unneeded(self) -> list[str]:

@@ -322,6 +322,40 @@ def test_leaving_below_the_minimum_ends_the_job(runs: Runs) -> None:
     assert "1 rank is left of 2, and the job needs at least 2: it ends" in run.err
 
 
+PREEMPTED = TRAINING.replace("STRATEGY", '"allreduce"').replace(
+    """        if member == 1 and steps == 5:
+            os.kill(os.getpid(), 9)
+""",
+    """        if steps == 5:
+            post(f"training{member}")
+""",
+)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
+def test_preempted_launcher_makes_the_workers_save_and_leave(runs: Runs, sent: signal.Signals, code: int) -> None:
+    """As by Slurm, before it puts the job into the queue again."""
+    run = runs.start("run", "-n", "2", "--elastic", "1:3", "--folder", "job", runs.script(PREEMPTED))
+    for member in range(2):
+        runs.read(f"training{member}")
+    os.kill(run.pid, sent)
+    assert run.finish().code == code, run.describe()
+    folder = runs.folder / "job" / "checkpoints"
+    step = latest(folder)
+    assert step is not None
+    assert step >= 5
+    why = f"the launcher received {sent.name}"
+    assert f"{why}: step {step} is saved in {folder}\n" in run.err
+    for member in range(2):
+        assert f"member {member} leaves the job: {why}\n" in run.err
+    assert run.err.splitlines()[-1] == (
+        f"syncline: step {step} is saved in {folder}: to continue from there, call sl.load('{folder}', run=run) after "
+        "sl.distribute"
+    )
+    assert load(folder, run=Sequential(Linear(8, 64), Tanh(), Linear(64, 1))) == {"step": step}
+    runs.assert_nothing_left()
+
+
 ASYNCHRONOUS = """
 import torch, syncline as sl
 member = int(os.environ["SYNCLINE_MEMBER"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -287,9 +288,9 @@ def test_joined_rank_that_does_not_end_is_not_waited_for_forever() -> None:
     assert not job.ranks.expects_more()
 
 
-@pytest.mark.parametrize(("saves", "sent"), [(False, (signal.SIGTERM, False)), (True, (signal.SIGINT, True))])
+@pytest.mark.parametrize(("saves", "sent"), [(False, (signal.SIGTERM, True)), (True, (signal.SIGINT, True))])
 def test_job_ends_with_fewer_ranks_than_its_minimum(saves: bool, sent: tuple[int, bool]) -> None:
-    """The others are asked to end, and ranks that save may do so."""
+    """The others are asked to save and to end. Servers are ended after them."""
     job = Job(ElasticOptions(2, 3), 3)
     job.processes.ends = [ended(0, 3), ended(2)]
     code = Supervisor(
@@ -302,6 +303,34 @@ def test_job_ends_with_fewer_ranks_than_its_minimum(saves: bool, sent: tuple[int
         "1 rank is left of 3, and the job needs at least 2: it ends",
     ]
     assert job.processes.signals[0] == sent
+
+
+@pytest.mark.parametrize(
+    ("received", "sent"), [(signal.SIGUSR1, (signal.SIGTERM, True)), (signal.SIGINT, (signal.SIGINT, False))]
+)
+def test_signal_to_the_launcher_lets_the_ranks_save_first(received: signal.Signals, sent: tuple[int, bool]) -> None:
+    """Ctrl-C ends all at once. After another signal the ranks read in the log why they are asked, and save."""
+
+    class Interrupted(Started):
+        def start(self, give_up: Callable[[], bool]) -> None:
+            os.kill(os.getpid(), received)
+
+        def signal(self, number: int, ranks_only: bool = False) -> None:
+            super().signal(number, ranks_only)
+            if ranks_only:
+                job.log.append("saved", step=7, folder="f", load="sl.load('f', run=run)")
+
+    job = Job(ElasticOptions(1, 2), 2)
+    job.processes = Interrupted(list(job.processes.programs.values()))
+    supervisor = Supervisor(
+        job.processes, job.events, 2, policy="continue", say=job.said.append, elastic=job.ranks, lost_after=60.0
+    )
+    assert supervisor.run() == 128 + received
+    assert job.processes.signals[0] == sent
+    asked = received != signal.SIGINT
+    assert [each["reason"] for each in job.logged("ending")] == ["the launcher received SIGUSR1"] * asked
+    text = "step 7 is saved in f: to continue from there, call sl.load('f', run=run) after sl.distribute"
+    assert job.said == [text] * asked
 
 
 def test_unneeded_rank_does_not_make_the_job_fail() -> None:

@@ -281,6 +281,27 @@ def test_a_worker_that_exits_is_not_waited_for(strategy: str) -> None:
     assert found.time < 2.0
 
 
+@pytest.mark.parametrize("strategy", ["average", "ensemble"])
+def test_a_worker_that_sends_nothing_leaves_after_its_own_step(strategy: str) -> None:
+    def work(world: World) -> int:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, strategy=strategy, algorithm="ring") as run:
+            for _ in run.shard(DataLoader(Numbers(12), batch_size=1)):
+                world.compute(0.1)
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                if member_of(world) == 1 and world.elastic is not None:
+                    world.elastic.leave_reason = "it received SIGTERM"
+        return run.stats.steps
+
+    found = sl.simulate(work, 3, elastic=(1, 3), return_exceptions=True)
+    assert found.results[0] == found.results[2] == 4
+    assert isinstance(found.results[1], SystemExit)
+    assert found.time < 2.0
+
+
 @pytest.mark.parametrize("strategy", ["local(period=8)", "diloco(period=8)"])
 def test_local_steps_of_a_worker_lost_at_the_end_of_an_epoch_are_dealt_again(strategy: str) -> None:
     """The others have ended the epoch, whose batches are in no round yet."""

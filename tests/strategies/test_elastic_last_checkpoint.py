@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.control.team import ENDING
 from syncline.environment.base import JOB_FOLDER_VARIABLE
 from syncline.errors import WorldError
 from syncline.strategies import Run
@@ -25,6 +26,8 @@ from tests.data.cases import Numbers
 from tests.hunting import seeds
 
 SAMPLES = 96
+LEFT = "left"
+LAUNCHER = "the launcher received SIGTERM"
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class State:
 
 @dataclass(frozen=True)
 class Result:
-    """The state of a worker at its start and at its end, and what it has read in its first epoch."""
+    """The state of a worker at its start and at its end, what it has read in its first epoch, and why it has ended."""
 
     start: State
     end: State
@@ -64,8 +67,12 @@ def train(
     checkpoints: Path | None = None,
     samples: int = SAMPLES,
     epochs: int = 1,
+    ending: bool = False,
 ) -> Result:
-    """Sample i changes row i of the model alone. `checkpoints`: continue from the latest one there."""
+    """Sample i changes row i of the model alone. `checkpoints`: continue from the latest one there.
+
+    With `ending` the leavers are asked to leave by the launcher, which ends the job.
+    """
     assert world.elastic is not None
     member, steps, error = world.elastic.limits.member, 0, ""
     model = torch.nn.Embedding(samples, 2)
@@ -84,7 +91,9 @@ def train(
                 if (victims or {}).get(member) == steps:
                     kill_rank(world.transport)
                 if (leavers or {}).get(member) == steps:
-                    world.elastic.leave_reason = "its host is needed"
+                    if ending and not world.elastic.formation.read_ending():
+                        world.elastic.formation.log.append(ENDING, reason=LAUNCHER)
+                    world.elastic.leave_reason = "it received SIGTERM"
                 steps += 1
                 world.compute(0.01)
                 read += batch.tolist() if epoch == start.epoch else []
@@ -97,6 +106,8 @@ def train(
         run.close()
     except WorldError as ended:
         error = str(ended)
+    except SystemExit:
+        error = LEFT
     return Result(start, State.of(run, epoch), tuple(read), error)
 
 
@@ -171,7 +182,7 @@ def lose(folder: Path, strategy: str) -> Callable[[int], None]:
         )
         # The workers wait 60 s for newcomers, with chaos up to twice as long: each look at the store takes time then.
         assert found.time < (130.0 if seed % 2 else 100.0), "a wait of training has ended at its timeout"
-        ended = [each for each in found.results if isinstance(each, Result)]
+        ended = [each for each in found.results if isinstance(each, Result) and each.error != LEFT]
         assert all(not each.error or "and the job needs at least" in each.error for each in ended), ended
         if not ended or not all(each.error for each in ended):
             return  # all are lost, or the epoch had ended before
@@ -190,6 +201,99 @@ def lose(folder: Path, strategy: str) -> Callable[[int], None]:
 @pytest.mark.hunt
 def test_survivors_agree_on_the_checkpoint(folder: Path) -> None:
     hunt_cases(lose(folder, "allreduce"), seeds(6, 600), "lose(folder, 'allreduce')({seed})")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "codec"),
+    [
+        ("allreduce", None),
+        ("allreduce", "topk(0.3)|quantize(4)"),
+        ("local(period=2)", None),
+        ("diloco(period=2, overlap=True)", None),
+        ("easgd(period=1)", None),
+        ("gossip", None),
+    ],
+)
+@pytest.mark.parametrize("leavers", [{2: 1}, {0: 1, 1: 1, 2: 2, 3: 1}], ids=["one is told", "all are told"])
+def test_all_save_and_leave_when_the_launcher_ends_the_job(
+    strategy: str, codec: str | None, leavers: dict[int, int], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = sl.simulate(
+        lambda world: train(world, strategy, codec, leavers=leavers, ending=True), 4, elastic=(2, 4), timeout=5.0
+    )
+    assert [result.error for result in found.results] == [LEFT] * 4
+    saved = found.results[0].end
+    assert f"{LAUNCHER}: step {saved.steps} is saved in {folder}" in caplog.text
+    assert 2 <= saved.steps <= 4
+    again = sl.simulate(lambda world: train(world, strategy, codec, checkpoints=folder), 3, elastic=(1, 3))
+    for result in again.results:
+        assert_same(result.start, saved, strategy == "allreduce")
+    trained = {row for row, change in enumerate(again.results[0].start.weights.tolist()) if any(change)}
+    read = [sample for result in again.results for sample in result.read]
+    if not strategy.startswith(("easgd", "gossip")):  # there each worker has its own weights
+        assert trained | set(read) == set(range(SAMPLES))
+    if strategy == "allreduce" and codec is None:
+        assert sorted([*trained, *read]) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_that_all_leave_save_before(workers: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A batch system has sent a signal to all of them, and none to the launcher."""
+    leavers = dict.fromkeys(range(workers), 2)
+    found = sl.simulate(lambda world: train(world, "allreduce", leavers=leavers), workers, elastic=(1, workers))
+    assert [result.error for result in found.results] == [LEFT] * workers
+    assert f"all workers leave: step 3 is saved in {folder}" in caplog.text
+    again = sl.simulate(lambda world: train(world, "allreduce", checkpoints=folder), 2, elastic=(1, 2))
+    for result in again.results:
+        assert_same(result.start, found.results[0].end)
+
+
+def end_job(folder: Path, strategy: str) -> Callable[[int], None]:
+    """A case for each seed: the launcher ends the job, or all leave, while workers are killed."""
+
+    def check(seed: int) -> None:
+        draw = random.Random(seed)
+        samples, minimum = draw.choice([48, 54, 62, 96]), draw.choice([1, 2, 4])
+        shutil.rmtree(folder, ignore_errors=True)
+        kills = [Kill(member, at=draw.uniform(0, 0.2)) for member in draw.sample(range(4), draw.randint(0, 2))]
+        leavers = {member: draw.randrange(3) for member in draw.sample(range(4), draw.randint(1, 4))}
+        ending = draw.random() < 0.7
+        joins = [Join(at=draw.uniform(0, 0.2))] if draw.random() < 0.3 else []
+        found = sl.simulate(
+            lambda world: train(world, strategy, leavers=leavers, samples=samples, ending=ending),
+            4,
+            elastic=(minimum, 5),
+            faults=[*kills, *joins],
+            seed=seed,
+            chaos=seed % 2 == 1,
+            timeout=60.0,
+            return_exceptions=True,
+        )
+        assert found.time < (130.0 if seed % 2 else 100.0), "a wait of training has ended at its timeout"
+        for member, each in enumerate(found.results):
+            if isinstance(each, Exception):
+                assert member >= 4, repr(each)  # a newcomer that came too late
+                assert "the job has ended" in str(each) or "no member" in str(each), repr(each)
+        ended = [each for each in found.results if isinstance(each, Result)]
+        if not ended or not all(each.error for each in ended) or not folder.exists():
+            return  # all are lost, or the epoch had ended before
+        last = max(ended, key=lambda each: each.end.steps).end
+        again = sl.simulate(
+            lambda world: train(world, strategy, checkpoints=folder, samples=samples), 2, elastic=(1, 2), seed=seed
+        )
+        for result in again.results:
+            assert_same(result.start, last, strategy == "allreduce")
+        trained = {row for row, change in enumerate(again.results[0].start.weights.tolist()) if any(change)}
+        read = {sample for result in again.results for sample in result.read}
+        assert trained | read == set(range(samples))
+
+    return check
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("strategy", ["allreduce", "local(period=2)"])
+def test_the_last_workers_agree_on_the_checkpoint(strategy: str, folder: Path) -> None:
+    hunt_cases(end_job(folder, strategy), seeds(4, 300), f"end_job(folder, {strategy!r})({{seed}})")
 
 
 @pytest.mark.parametrize("lost", [True, False])

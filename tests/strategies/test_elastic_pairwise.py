@@ -1,4 +1,4 @@
-"""Workers are lost and join while the others average in pairs, on the simulator."""
+"""Workers are lost, leave and join while the others average in pairs, on the simulator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ LOST = "declared lost"
 
 @dataclass(frozen=True)
 class Blow:
-    """What happens to a worker: "kill", "freeze" or "cut", before a step, in `agreed()` or when it closes its run."""
+    """What happens to a worker: "kill", "freeze" or "cut", before a step, in `agreed()` or when it closes its run.
+
+    With "leave" it is asked to leave as by SIGTERM, before a step.
+    """
 
     kind: str
     where: str
@@ -45,7 +48,10 @@ class Blow:
     def strike(self, world: World, where: str, number: int) -> None:
         if (self.where, self.number) != (where, number):
             return
-        if self.kind == "kill":
+        if self.kind == "leave":
+            assert world.elastic is not None
+            world.elastic.leave_reason = "it received SIGTERM"
+        elif self.kind == "kill":
             kill_rank(world.transport.job_channel)
         elif self.kind == "freeze":
             freeze_rank(world.transport.job_channel, self.seconds)
@@ -69,8 +75,8 @@ class Case:
         draw = random.Random(f"pairwise {seed}")
         blows = {}
         for member in draw.sample(range(WORKERS), draw.choice([0, 1, 1, 2, 3])):
-            kind = draw.choice(["kill", "kill", "freeze", "cut"])
-            where = draw.choice(["step", "step", "step", "agreed", "close"])
+            kind = draw.choice(["kill", "kill", "freeze", "cut", "leave"])
+            where = "step" if kind == "leave" else draw.choice(["step", "step", "step", "agreed", "close"])
             blows[member] = Blow(
                 kind, where, draw.randrange(8 if where == "step" else EPOCHS), draw.choice([0.1, 15.0])
             )
@@ -197,8 +203,10 @@ def outcome(found: Simulation, case: Case) -> list[Result]:
     for number, result in enumerate(found.results):
         if not isinstance(result, BaseException):
             continue
-        struck = number < WORKERS and number in case.blows and case.blows[number].kind != "kill"
-        expected = (LOST,) if struck else LATE
+        kind = case.blows[number].kind if number < WORKERS and number in case.blows else "none"
+        if kind == "leave" and isinstance(result, SystemExit):
+            continue
+        expected = (LOST,) if kind in ("freeze", "cut") else LATE
         if not any(words in str(result) for words in expected):
             raise result
     return [result for result in found.results if isinstance(result, Result)]

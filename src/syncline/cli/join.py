@@ -3,9 +3,8 @@
 examples:
   syncline join runs/20261118-101500-3fa2       starts the job's script once more, here
 
-FOLDER is the folder of a job of `syncline run --elastic MIN:MAX` or `syncline train --elastic MIN:MAX`. The worker gets
-the job's command, working folder and variables. Its output and its exit code are those of this command. Ctrl-C ends
-it, and the job goes on.
+FOLDER is the folder of a job of `syncline run --elastic MIN:MAX`. The worker gets the job's command, working folder and
+variables. Its output and its exit code are those of this command. Ctrl-C ends it, and the job goes on.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ examples:
   syncline status runs/20261118-101500-3fa2 --watch       every 2 seconds, until Ctrl-C
   syncline status runs/20261118-101500-3fa2 --json        the same as JSON
 
-FOLDER is the folder of a job of `syncline run --elastic MIN:MAX` or `syncline train --elastic MIN:MAX`. The exit code
-is 1 if the job has ended or does not answer.
+FOLDER is the folder of a job of `syncline run --elastic MIN:MAX`. The exit code is 1 if the job has ended or does not
+answer.
 """
 
 from __future__ import annotations

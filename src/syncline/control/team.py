@@ -47,6 +47,10 @@ class Arrival:
     """The number of the channels to a future team that it has connected in advance; 0 for none."""
     unreachable: tuple[int, ...] = ()
     """Members that it cannot reach. They may be alive, and reach others."""
+    leaves: bool = False
+    """Whether it leaves the job here: it is in the next team only if all save there."""
+    ends: bool = False
+    """Whether it knows that the launcher ends the job."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,26 @@ class Team:
         """The number of the channels that all members with the state have connected in advance; 0 if there are none."""
         found = {arrival.prepared for arrival in self.arrivals.values() if arrival.operations >= 0}
         return found.pop() if len(found) == 1 else 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether all its members save a checkpoint and leave: the launcher ends the job, or nobody stays."""
+        found = [arrival for arrival in self.arrivals.values() if arrival.operations >= 0]
+        return any(arrival.ends for arrival in found) or (bool(found) and all(arrival.leaves for arrival in found))
+
+    def without_leaving(self) -> Team:
+        """The team without the members that leave; the whole team if it ends.
+
+        >>> arrivals = {0: Arrival(5, True), 1: Arrival(5, True, leaves=True)}
+        >>> Team(2, (0, 1), arrivals).without_leaving().members
+        (0,)
+        >>> Team(2, (0, 1), {**arrivals, 0: Arrival(5, True, ends=True)}).without_leaving().members
+        (0, 1)
+        """
+        if self.ends:
+            return self
+        staying = {member: each for member, each in self.arrivals.items() if not each.leaves}
+        return replace(self, members=tuple(each for each in self.members if each in staying), arrivals=staying)
 
     def completed(self, member: int) -> int:
         """The operations that a member had completed; −1 for a newcomer."""
@@ -180,6 +204,11 @@ class TeamFormation:
         self._read_log()
         return {member: why for member, why in self._must_leave.items() if member in team.members}
 
+    def read_ending(self) -> bool:
+        """Whether the launcher ends the job. It asks the store."""
+        self._read_log()
+        return bool(self.ending)
+
     @property
     def leave_request(self) -> str:
         """Why the launcher has asked this member to leave, as far as the log was read; empty if it has not."""
@@ -219,7 +248,8 @@ class TeamFormation:
         Newcomers that wait at `place` are admitted, and the minimum is demanded, only if the most advanced members are
         between two steps. `only` are the newcomers to which this member has connected in advance; other newcomers wait
         longer. With `shrinks` a team may have fewer members than the minimum, and then has no newcomers. `shrinks` is
-        the same on all members.
+        the same on all members. A member that leaves gets the team of the others. A team that ends has no newcomers,
+        and all members that are left, also those that leave.
         """
         generation = before.generation + 1
         self._arrive(generation, arrival)
@@ -228,7 +258,7 @@ class TeamFormation:
         for _ in self._poll():
             decided = self._read_team(generation)
             if decided is not None:
-                return self._take_part(decided)
+                return self._take_part(decided, arrival.leaves)
             self._read_log()
             absent = self._absent()
             missing = [member for member in before.members if member not in arrived and member not in absent]
@@ -242,9 +272,9 @@ class TeamFormation:
             cut_off = find_cut_off(present)
             connected = tuple(member for member in present if member not in cut_off)
             team = Team(generation, connected, {member: present[member] for member in connected}, cut_off)
-            proposal = self._with_newcomers(team, absent, place, only, shrinks)
+            proposal = self._with_newcomers(team.without_leaving(), absent, place, only, shrinks)
             if proposal is not None:
-                return self._take_part(self._propose(proposal))
+                return self._take_part(self._propose(proposal), arrival.leaves)
             if self.ending:
                 raise WorldError(f"the launcher ends the job: {self.ending}")
             if reason := self.stopped():
@@ -267,7 +297,7 @@ class TeamFormation:
         """The team, with newcomers where they can be admitted; None while it has fewer members than the minimum."""
         ahead = [member for member in team.members if team.completed(member) == team.operations]
         with_state = tuple(member for member in team.members if team.completed(member) >= 0)
-        if not all(team.arrivals[member].between_steps for member in ahead):
+        if team.ends or not all(team.arrivals[member].between_steps for member in ahead):
             return replace(team, members=with_state)  # a newcomer without the state waits for the next step
         newcomers = self._newcomers(team, absent, place)[: max(0, self._maximum - len(team.members))]
         if only is not None and team.prepared:
@@ -290,9 +320,11 @@ class TeamFormation:
         key = f"{TEAM_KEY}/{generation}"
         return _parse_team(generation, self._store.get(key)) if self._store.check([key]) else None
 
-    def _take_part(self, team: Team) -> Team:
-        """Continue in a decided team. The first of its members writes it into the log."""
+    def _take_part(self, team: Team, leaves: bool) -> Team:
+        """Continue in a decided team, unless this member leaves. The first of its members writes it into the log."""
         if self.member not in team.members:
+            if leaves:
+                return team
             raise self._declared_lost(
                 f"the others continue as team {team.generation} with members {list(team.members)}",
                 team.cut_off.get(self.member, ""),

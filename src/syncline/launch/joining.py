@@ -147,7 +147,7 @@ class JoiningRank(FixedRanks):
         left = ended.code == LEFT_CODE or (self._job.saves and ended.code == STOPPED)
         if ended.failed and failure is None and not left:  # ended by a signal to this command
             events.post_dead(ended)
-        reason = ended.reason() if ended.failed else "it ended well"
+        reason = "it has left" if left else ended.reason() if ended.failed else "it ended well"
         with suppress(RuntimeError):  # the job ends at this moment
             self._log.append("ended", member=ended.rank, code=ended.code, reason=reason)
 

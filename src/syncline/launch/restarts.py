@@ -42,7 +42,7 @@ CHECKPOINT_SENTENCES = {
     "saved": "step {step} is saved in {folder}: to continue from there, call {load} after sl.distribute",
     "not saved": "step {step} could not be saved in {folder}: {reason}",
 }
-"""Messages about the checkpoint of the last ranks, by the kind of their entry in the control log."""
+"""Messages about the last checkpoint of a job, by the kind of their entry in the control log."""
 READ_LOG_EVERY_S = 1.0
 OWN_STORE_TIMEOUT_S = 600.0
 """Timeout in seconds of a call to the store, which this process serves itself; it may be suspended for a while."""
@@ -84,8 +84,11 @@ class FixedRanks:
         """The names of running ranks that other processes have started."""
         return []
 
+    def announce_end(self, reason: str) -> None:
+        """The launcher ends the job: the ranks save a checkpoint and leave."""
+
     def saving(self) -> bool:
-        """Whether ranks that have joined may still save a checkpoint, after too few of the others were left."""
+        """Whether ranks that have joined may still save a checkpoint, after the others have ended."""
         return False
 
     def shortage(self) -> str | None:
@@ -356,7 +359,7 @@ class ElasticRanks(FixedRanks):
                 self._say(f"rank {member} joins from host {self._joined[member]}")
             elif entry.kind == "ended" and self._joined.pop(member, None) is not None:
                 self._joined_done += entry.fields.get("code") == 0
-                self._lost += entry.fields.get("code") != 0
+                self._lost += entry.fields.get("code") not in (0, LEFT_CODE)
                 self._say(f"rank {member}, which had joined, has ended: {entry.fields.get('reason')}")
 
     def drop_unneeded(self) -> list[str]:
@@ -375,6 +378,9 @@ class ElasticRanks(FixedRanks):
 
     def joined(self) -> list[str]:
         return [f"rank {member}" for member in self._joined]
+
+    def announce_end(self, reason: str) -> None:
+        self._log.append("ending", reason=reason)
 
     def saving(self) -> bool:
         self._read_log()

@@ -68,7 +68,7 @@ POLL_EVERY_S = 0.03
 EXIT_TIMEOUT_S = 5.0
 """Seconds between the request to end and the kill."""
 LAST_CHECKPOINT_TIMEOUT_S = 60.0
-"""The same for the last ranks of an elastic job, which save a checkpoint. No other rank waits for them."""
+"""The same for the last ranks of an elastic job, which save a checkpoint. A batch system may end them earlier."""
 SAVE_TIMEOUT_S = 20.0
 """The same for ranks that save before they end. Slurm and Kubernetes kill after 30 s."""
 STOPPED = 128 + signal.SIGINT
@@ -104,7 +104,10 @@ class Supervisor:
 
     With `saves`, each of these signals means "save and end" to the ranks. Only the ranks receive it, as SIGINT;
     servers and evaluator are ended after the ranks. Programs that must end for another reason are killed at once,
-    because SIGTERM would make them save. The last ranks of an elastic job are asked to save too.
+    because SIGTERM would make them save.
+
+    The ranks of an elastic job save a checkpoint if too few of them are left, and at each of these signals but Ctrl-C.
+    They receive SIGTERM, and servers are ended after them.
 
     `elastic` decides which ranks are started again, and `servers` which servers.
     """
@@ -138,6 +141,8 @@ class Supervisor:
         self._saves = saves
         self._end_signal = signal.SIGKILL if saves else signal.SIGTERM
         self._grace = EXIT_TIMEOUT_S
+        self._ranks_first = False
+        """Whether only the ranks were asked to end. The other programs are ended after them."""
         self._stopped = False
         """Whether ranks have stopped, by their exit code, at a signal that did not come from this launcher."""
         self._ranks_ended: float | None = None
@@ -147,6 +152,8 @@ class Supervisor:
         self._failures: dict[str, ProcessExit] = {}
         self._signals: list[tuple[int, float]] = []
         self._ending_since: float | None = None
+        self._killed = False
+        """Whether a second signal has ended all programs at once."""
         self._first_failure = 0.0
         self._hang_checked = time.monotonic()
         self._raised: dict[str, float] = {}
@@ -184,7 +191,8 @@ class Supervisor:
     def _is_over(self) -> bool:
         if self._processes.running():
             return False
-        if self._shortage is not None and not self._signalled() and self._elastic.saving():
+        asked_to_save = self._ranks_first if self._signalled() else self._shortage is not None
+        if asked_to_save and not self._killed and self._elastic.saving():
             return False
         return self._ending_since is not None or self._signalled() or not self._elastic.expects_more()
 
@@ -212,6 +220,8 @@ class Supervisor:
             elif one.failed and self._ending_since is None:
                 self._fail(one)
                 continue
+            elif one.failed and self._ranks_first:
+                self._events.post_dead(one)  # the others save without it
             if one.rank is not None:
                 self._elastic.record_exit(one)
 
@@ -242,8 +252,9 @@ class Supervisor:
             first, since = self._signals[0]
             ending = self._ending_since is not None and self._ending_since < since
             again = self._signals[-1][1] - since > SAME_SIGNAL_S or (ending and first == signal.SIGINT)
-            self._request_end_of_ranks(FORWARDED[signal.Signals(first)], now)
+            self._end_by_signal(signal.Signals(first), now)
             if again:
+                self._killed = True
                 self._processes.signal(signal.SIGKILL)
         if self._ending_since is None and now - self._heartbeats_checked >= CHECK_EVERY_S:
             self._heartbeats_checked = now
@@ -257,15 +268,14 @@ class Supervisor:
                 self._ranks_left -= 1
                 self._processes.kill(name)
             if self._too_few_left():
-                self._request_end_of_ranks(signal.SIGTERM, now)
-                self._grace = LAST_CHECKPOINT_TIMEOUT_S
+                self._request_last_checkpoint(now)
         if self._tick is not None and self._ending_since is None:
             self.ended_early = self._tick()
             if self.ended_early is not None:
                 self._request_end(self._end_signal, now)
         if self._ending_since is not None:
-            if self._saves and self._ranks_left == 0:
-                self._processes.signal(signal.SIGKILL)
+            if self._ranks_first and self._ranks_left == 0 and not self._elastic.saving():
+                self._processes.signal(self._end_signal)
             self._wait_for_end(now - self._ending_since)
         elif self._ranks_left == 0:
             if not self._elastic.expects_more():
@@ -347,18 +357,33 @@ class Supervisor:
                 elif survives:
                     self._kill(one)
 
-    def _request_end_of_ranks(self, number: int, now: float) -> None:
-        """Ask all programs to end by a signal. Ranks that save get SIGINT instead, and the others end after them."""
-        self._grace = SAVE_TIMEOUT_S if self._saves and self._ending_since is None else self._grace
-        self._request_end(signal.SIGINT if self._saves else number, now, self._saves)
+    def _end_by_signal(self, received: signal.Signals, now: float) -> None:
+        """The launcher has received a signal: ask the programs to end."""
+        if self._ending_since is not None:
+            return
+        if self._saves:
+            self._grace = SAVE_TIMEOUT_S
+            self._request_end(signal.SIGINT, now, ranks_first=True)
+        elif self._elastic.survives and received != signal.SIGINT:
+            self._elastic.announce_end(f"the launcher received {received.name}")
+            self._request_last_checkpoint(now)
+        else:
+            self._request_end(FORWARDED[received], now)
 
-    def _request_end(self, number: int, now: float, ranks_only: bool = False) -> None:
+    def _request_last_checkpoint(self, now: float) -> None:
+        """Ask the ranks of an elastic job to save a checkpoint and to end. Servers are ended after them."""
+        self._grace = LAST_CHECKPOINT_TIMEOUT_S
+        self._request_end(signal.SIGINT if self._saves else signal.SIGTERM, now, ranks_first=True)
+
+    def _request_end(self, number: int, now: float, ranks_first: bool = False) -> None:
         if self._ending_since is None:
-            self._ending_since = now
-            self._processes.signal(number, ranks_only)
+            self._ending_since, self._ranks_first = now, ranks_first
+            self._processes.signal(number, ranks_first)
 
     def _conclude(self) -> int:
         if self._signals:
+            if self._ranks_first and (text := self._elastic.checkpoint()):
+                self._say(text)
             return 128 + self._signals[0][0]
         if self.ended_early is not None:
             return ENDED_EARLY

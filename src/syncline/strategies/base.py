@@ -587,6 +587,7 @@ class StrategyRun(Run):
             return False
         due = self.catch_up(missed)
         if not self.has_untrained_batches:  # a newcomer starts from weights that all have
+            elastic.note_own_departure()
             if elastic.completes_in_flight:
                 self.complete_in_flight()
             due |= elastic.between_steps(self.world, lambda: self._share_missed_steps(missed))

@@ -131,6 +131,13 @@ class _AloneRun(LocalWeightsRun):
         """The steps: what a lost worker has trained is lost with its model, and is not dealt to the others."""
         return self.progress
 
+    def between_steps(self, missed: int = 0) -> bool:
+        """A worker that leaves does so after its own step: no reduction would tell the others before."""
+        elastic = self.world.elastic
+        if elastic is not None and elastic.leave_reason:
+            elastic.leave(self.world, elastic.leave_reason)
+        return super().between_steps(missed)
+
     def after_step(self) -> None:
         """No communication."""
 

@@ -1,4 +1,7 @@
-"""The checkpoint of an elastic job that cannot continue: the last workers save it, and a later run loads it."""
+"""The checkpoint of an elastic job that ends early: the last workers save it, and a later run loads it.
+
+They save it if too few of them are left, and if the launcher or all of them receive a signal to end.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,16 @@ def save_for_later(world: World) -> None:
     objects = objects_to_save(world)
     step = max(each.stats.steps for each in objects.values() if isinstance(each, StrategyRun))
     place, log = RunFolder(folder).checkpoints, elastic.formation.log
-    left = f"{world.size} worker{'s are' if world.size > 1 else ' is'} left"
-    few = f"{left}, and the job needs at least {elastic.limits.minimum}"
+    why = elastic.reason_to_save
     try:
         save(place, step=step, keep=1, **objects)
     except (SynclineError, OSError) as error:
-        logger.warning("%s; step %d could not be saved in %s: %s", few, step, place, error)
+        logger.warning("%s; step %d could not be saved in %s: %s", why, step, place, error)
         if world.rank == 0:
             log.append(NOT_SAVED, step=step, folder=str(place), reason=str(error))
         return
     if world.rank == 0:
-        logger.warning("%s: step %d is saved in %s", few, step, place)
+        logger.warning("%s: step %d is saved in %s", why, step, place)
         log.append(SAVED, step=step, folder=str(place), load=describe_load(place, list(objects)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from types import FrameType
@@ -21,6 +22,8 @@ PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
 
+SAME_PREEMPTION_S = 1.0
+"""A second signal within this time is the same preemption: the batch system and the launcher both send it."""
 SAME_CTRL_C_S = 0.5
 """A second SIGINT within this time is the same Ctrl-C: both the terminal and the supervisor send it."""
 
@@ -54,7 +57,7 @@ class StopSignals:
 
 
 def leave_on_signals(world: World) -> None:
-    """In an elastic job: the first SIGTERM or SIGUSR1 makes this worker leave after a step, the second ends it at once.
+    """In an elastic job: the first SIGTERM or SIGUSR1 makes this worker leave after a step, a later one ends it.
 
     A handler of the script stays in place. Outside of the main thread nothing changes.
     """
@@ -62,8 +65,15 @@ def leave_on_signals(world: World) -> None:
     if elastic is None or world.transport.timing.virtual:
         return
 
+    first: float | None = None
+
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        nonlocal first
+        now = time.monotonic()
+        if first is not None and now - first > SAME_PREEMPTION_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        first = now if first is None else first
         elastic.leave_reason = f"it received {signal.Signals(number).name}"
         if elastic.joining:  # no step follows
             raise SystemExit(LEFT_CODE)

@@ -10,6 +10,11 @@ members that are behind take the result from one that is ahead::
     member 2     done  lost                                        with the survivors
 
 Newcomers are admitted between two steps, when all members know that one waits. They receive the state of a member.
+Members leave there too. If the launcher ends the job, or all leave, they form one more team, which saves a checkpoint::
+
+    member 0    step 7   step 8 │ team without member 1   step 9   step 10 │ last team: save, leave
+    member 1    step 7   step 8 │ leaves                                   │
+    member 2    step 7   step 8 │ team without member 1   step 9   step 10 │ last team: save, leave
 """
 
 from __future__ import annotations
@@ -293,7 +298,7 @@ class Elastic:
         """Why this member leaves after the present step; empty if it does not. A signal handler may set it."""
         self.formation.stopped = lambda: self.leave_reason
         self.save_for_later: Callable[[], None] = lambda: None
-        """Saves a checkpoint, with all members of a team that has fewer than the minimum."""
+        """Saves a checkpoint, with all members of a team that has fewer than the minimum or is the last one."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
@@ -305,7 +310,7 @@ class Elastic:
         self._behind = False
         """Whether the data changes to the present team after this step, because the others are between two steps."""
         self._others_save = False
-        """Whether the team had too few members after the operation whose result was taken from another member."""
+        """Whether the team was to save after the operation whose result was taken from another member."""
         self._others_change_team = False
         """Whether the team of that other member was about to change after that operation."""
         self._inside = False
@@ -382,7 +387,7 @@ class Elastic:
         self.operations += 1
         if operation.trains:
             self.data_changed = False
-        known = (self.newcomers_known, self.idle_after_loss, self._too_few, self.completes_in_flight)
+        known = (self.newcomers_known, self.idle_after_loss, self._saves, self.completes_in_flight)
         self._last = (operation.result(value), *known)
         return value
 
@@ -445,9 +450,9 @@ class Elastic:
         return True
 
     def read_leave_request(self) -> None:
-        """Find out whether the launcher has asked this member to leave. It asks the store."""
+        """Find out whether the launcher has asked this member to leave, or ends the job. It asks the store."""
         self.formation.must_leave(self.team)
-        self.leave_reason = self.leave_reason or self.formation.leave_request
+        self.leave_reason = self.leave_reason or self.formation.leave_request or self.formation.ending
 
     def change_wanted(self) -> tuple[bool, bool]:
         """Whether a newcomer waits, and whether a member of the team was asked to leave. It asks the store."""
@@ -552,7 +557,7 @@ class Elastic:
     def changes_team(self) -> bool:
         """Whether the next call of `between_steps` admits newcomers, or a member leaves there."""
         connected = self._admission_due or self._preparations >= MAX_PREPARATIONS
-        return self._too_few or self._departure_known or (self.newcomers_known and connected)
+        return self._saves or self._departure_known or (self.newcomers_known and connected)
 
     @property
     def completes_in_flight(self) -> bool:
@@ -562,6 +567,23 @@ class Elastic:
         """
         return self.changes_team or self._others_change_team
 
+    def note_own_departure(self) -> None:
+        """A step has ended. A member that is alone may leave after it: nobody has to know."""
+        self._departure_known |= len(self.team.members) == 1 and bool(self.leave_reason)
+
+    @property
+    def reason_to_save(self) -> str:
+        """Why the members of the present team save a checkpoint; empty if they do not."""
+        size = len(self.team.members)
+        if size < self.limits.minimum:
+            left = f"{size} worker{'s are' if size > 1 else ' is'} left"
+            return f"{left}, and the job needs at least {self.limits.minimum}"
+        return (self.formation.ending or "all workers leave") if self.team.ends else ""
+
+    @property
+    def _saves(self) -> bool:
+        return self._too_few or self.team.ends
+
     @property
     def _too_few(self) -> bool:
         return len(self.team.members) < self.limits.minimum
@@ -569,8 +591,9 @@ class Elastic:
     def between_steps(self, world: World, share_steps: Callable[[], None] = lambda: None) -> bool:
         """Admit newcomers that all members know of. A member that leaves does so here: its last step is complete.
 
-        If too few members are left, they save a checkpoint and wait for newcomers. Before that `share_steps` brings
-        members that have missed steps up to date. Returns whether it was called.
+        If too few members are left, they save a checkpoint and wait for newcomers. If the job ends, they save one and
+        leave. Before that `share_steps` brings members that have missed steps up to date. Returns whether it was
+        called.
         """
         others_save, self._others_save, self._others_change_team = self._others_save, False, False
         if self._inside or self.joining:
@@ -580,15 +603,16 @@ class Elastic:
         behind, saved = self._behind, False
         while True:
             self._catch_up_with_data(world)
-            if self._too_few:
+            if self._saves:
                 saved = True
                 share_steps()
                 self.save_for_later()
                 self._catch_up_with_data(world)
+                if self.team.ends:
+                    self.leave(world, self.formation.ending or self.leave_reason)
             elif behind:  # the others have changed the team here already
                 return False
-            alone = len(self.team.members) == 1
-            if self.leave_reason and (self._departure_known or self._too_few or alone):
+            if self.leave_reason and self._too_few:
                 self.leave(world, self.leave_reason)
             if not self.changes_team:
                 break
@@ -638,6 +662,9 @@ class Elastic:
                 self.team = team
                 try:
                     self._install(world)
+                    # The others wait for the first step of this member: it asks the store after the step.
+                    now = self.connector.runtime.now()
+                    self._place, self._checked, self._reported = place, now, now
                     return True
                 except (PeerLostError, ProtocolError) as error:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)
@@ -741,9 +768,13 @@ class Elastic:
                 self._abort(world)
             ready = self._preparation is not None and self._preparation.ready
             prepared = self._preparation.number if self._preparation is not None and ready else 0
-            arrival = Arrival(self.operations, between_steps=operation is None, prepared=prepared)
+            leaves = operation is None and bool(self.leave_reason) and not self._too_few
+            ends = self.team.ends or (leaves and self.formation.read_ending())
+            arrival = Arrival(self.operations, operation is None, prepared, leaves=leaves, ends=ends)
             only = self._preparation.members if self._preparation is not None and prepared else None
             self.team = self.formation.form(self.team, arrival, self._place, only, not self._too_few)
+            if self.limits.member not in self.team.members:
+                self.leave(world, self.leave_reason)
             try:
                 return self._install(world, operation)
             except (PeerLostError, ProtocolError) as again:
@@ -792,6 +823,9 @@ class Elastic:
         return found
 
     def _log_team(self, world: World) -> None:
+        if self.team.ends:
+            logger.info("team %d saves and leaves (members %s)", self.team.generation, list(self.team.members))
+            return
         logger.log(
             logging.WARNING if world.rank == 0 else logging.INFO,
             "team %d continues with %d workers (members %s)",

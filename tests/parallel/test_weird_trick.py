@@ -386,6 +386,10 @@ def test_evaluation_copies_and_the_whole_model(scheme: Scheme) -> None:
         divide(model, world, scheme)
         with torch.no_grad():
             found += [plain(x), model(x), copy.deepcopy(model)(x)]
+            other = copy.deepcopy(model)
+            for parameter in other.parameters():
+                parameter.zero_()
+            assert not other(x).any()  # a copy computes with its own weights
         with torch.inference_mode():
             found.append(model(x).clone())
         return [each.detach() for each in found]

@@ -15,7 +15,7 @@ from torch.nn import functional
 import syncline as sl
 from syncline.errors import IncompatibleError
 from syncline.parallel.spatial_layers.halos import received_rows
-from syncline.parallel.spatial_layers.windows import StripWindow
+from syncline.parallel.spatial_layers.windows import RowWindow
 from syncline.world import World
 from tests.pairwise import parametrize_pairwise
 from tests.parallel.divided_images import check_equal, divide, images, seeded
@@ -79,7 +79,7 @@ def test_pooling(
         "average of the image": lambda: nn.AvgPool2d(kernel, stride, padding, ceil, count_include_pad=False),
         "divisor": lambda: nn.AvgPool2d(kernel, stride, padding, ceil, divisor_override=5),
     }
-    check_equal(kinds[kind](), images(2, 2, length, length + 2), workers, axis=axis)
+    check_equal(kinds[kind](), images(2, 2, length, length + 2) - 3, workers, axis=axis)  # below zero: padding is not
 
 
 def test_the_output_rows_are_those_of_torch() -> None:
@@ -87,7 +87,7 @@ def test_the_output_rows_are_those_of_torch() -> None:
         for kernel, stride, padding, ceil in [
             (k, s, q, c) for k in (2, 3) for s in (1, 2, 3) for q in (0, 1) for c in (0, 1)
         ]:
-            window = StripWindow(kernel, stride, padding, padding, ceil=bool(ceil))
+            window = RowWindow(kernel, stride, padding, padding, ceil=bool(ceil))
             found = functional.max_pool1d(torch.zeros(1, 1, length), kernel, stride, padding, ceil_mode=bool(ceil))
             assert window.length(length) == found.shape[-1]
 
@@ -214,7 +214,7 @@ def test_functions_between_layers(axis: str) -> None:
 def test_halos_are_received_from_all_owners() -> None:
     """A kernel that is larger than the strips of several workers."""
     edges = [0, 2, 4, 6, 8]
-    needs = [StripWindow(7, before=3, after=3).rows(*rows) for rows in pairwise(edges)]
+    needs = [RowWindow(7, before=3, after=3).rows(*rows) for rows in pairwise(edges)]
     assert list(received_rows(edges, needs, 1)) == [(0, 0, 2), (2, 4, 6), (3, 6, 7)]
     check_equal(seeded(lambda: nn.Conv2d(2, 2, 7, padding=3)), images(1, 2, 8, 9), 4)
 

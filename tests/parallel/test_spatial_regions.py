@@ -170,6 +170,19 @@ def test_detach_makes_the_module_that_it_was() -> None:
     assert set(vars(model[0])) == before
 
 
+def test_a_part_of_a_region_is_not_divided() -> None:
+    def work(world: World) -> Tensor:
+        divided, _ = divide(seeded(cnn), world, ["0"])
+        part = divided.get_submodule("0")
+        assert isinstance(part, nn.Sequential)
+        found: Tensor = part[:2](images(3, 2, 13, 9))
+        return found
+
+    expected = seeded(cnn).get_submodule("0")[:2](images(3, 2, 13, 9))  # type: ignore[index]
+    for found in sl.simulate(work, 2).results:
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_channels_last_and_compiled_models() -> None:
     model, x = seeded(ResNet), images(2, 3, 33, 41).to(memory_format=torch.channels_last)

@@ -82,7 +82,7 @@ class SpatialDivision(LayerDivision):
 
     def attach(self, team: LayerTeam) -> None:
         """Make the module work on strips. Without a team of several workers it computes as before."""
-        divide_class(self.module, _Strips, spatial=_Settings(team, AXES[self.split], self.name))
+        divide_class(self.module, SpatialRegion, spatial=_Settings(team, AXES[self.split], self.name))
 
     def detach(self) -> None:
         restore_class(self.module, "spatial")
@@ -120,13 +120,14 @@ class _Settings:
     name: str
 
 
-class _Strips:
+class SpatialRegion:
     """The methods of a module that works on strips."""
 
-    spatial: _Settings
+    spatial: _Settings | None = None
+    """None for a part of an `nn.Sequential`, which torch makes an instance of the same class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.spatial.team.active:
+        if self.spatial is None or not self.spatial.team.active:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return _run_uncompiled(self, super().forward, args, kwargs)  # type: ignore[misc]

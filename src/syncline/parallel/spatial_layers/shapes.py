@@ -24,7 +24,7 @@ from syncline.parallel.spatial_layers.strips import (
     rows_of,
     share_over_team,
 )
-from syncline.parallel.spatial_layers.windows import StripWindow
+from syncline.parallel.spatial_layers.windows import RowWindow
 from syncline.parallel.team import sum_over_team
 
 __all__ = ["RULES", "whole_shape"]
@@ -150,7 +150,7 @@ def _get_item(function: Callable[..., Any], input: Tensor, index: Any) -> Strip:
     start, stop, _ = wanted.indices(axis.length)
     if (start, stop) != (0, axis.length):
         output = axis.check_length(stop - start, "a part of an image")
-        rows = StripWindow(1, before=-start).fetch(rows, axis, output)
+        rows = RowWindow(1, before=-start).fetch(rows, axis, output)
     items[split] = slice(None)
     return axis.strip(rows[tuple(items)], dim=-behind, length=output)
 

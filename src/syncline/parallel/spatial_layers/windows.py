@@ -31,18 +31,18 @@ from syncline.parallel.spatial_layers.strips import (
 )
 from syncline.parallel.team import sum_over_team
 
-__all__ = ["RULES", "StripWindow"]
+__all__ = ["RULES", "RowWindow"]
 
 Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True)
-class StripWindow:
+class RowWindow:
     """The input rows of an output row, along the split dimension.
 
-    >>> StripWindow(kernel=3, stride=2, before=1, after=1).length(7)
+    >>> RowWindow(kernel=3, stride=2, before=1, after=1).length(7)
     4
-    >>> StripWindow(kernel=3, stride=2, before=1, after=1).rows(2, 4)
+    >>> RowWindow(kernel=3, stride=2, before=1, after=1).rows(2, 4)
     (3, 8)
     """
 
@@ -118,7 +118,7 @@ def _convolve(
         afters = [total - before if padding == "same" else 0 for total, before in zip(totals, befores, strict=True)]
     else:
         befores = afters = _each(padding, count)
-    window = StripWindow(weight.shape[2 + place], strides[place], befores[place], afters[place], dilations[place])
+    window = RowWindow(weight.shape[2 + place], strides[place], befores[place], afters[place], dilations[place])
     output = _output_length(function, axis, window.length(axis.length))
     rows = window.fetch(rows, axis, output)
     afters = [0 if number == place else after for number, after in enumerate(afters)]
@@ -226,7 +226,7 @@ def _average_pool(
     return axis.strip(found, length=output)
 
 
-def _pooled_rows(window: StripWindow, row: int, length: int, with_padding: bool) -> int:
+def _pooled_rows(window: RowWindow, row: int, length: int, with_padding: bool) -> int:
     """The rows by whose number torch divides the sum of a window. Rows after the padding never count."""
     start, stop = window.rows(row, row + 1)
     if with_padding:
@@ -242,7 +242,7 @@ def _pooling(
     padding: Sizes,
     dilation: Sizes,
     ceil_mode: bool,
-) -> tuple[StripWindow, list[int], list[int], list[int]]:
+) -> tuple[RowWindow, list[int], list[int], list[int]]:
     """The window along the split dimension; kernels, strides, and paddings of the others."""
     count = _dimensions(function)
     place = _index(function, axis, count)
@@ -251,7 +251,7 @@ def _pooling(
     size, pad = kernels[place], paddings[place]
     if not 0 <= 2 * pad <= size:
         refuse(function, f"has padding {pad}, which must be at most half of its kernel, {size}")
-    window = StripWindow(size, strides[place], pad, pad, _each(dilation, count)[place], ceil_mode)
+    window = RowWindow(size, strides[place], pad, pad, _each(dilation, count)[place], ceil_mode)
     return window, kernels, strides, [0 if number == place else each for number, each in enumerate(paddings)]
 
 
@@ -286,7 +286,7 @@ def _pad(
         refuse(function, f"with mode {mode!r} is not supported along the {axis.kind}, which is split: use zeros")
     sizes[place : place + 2] = [0, 0][: len(sizes[place:])]
     output = _output_length(function, axis, axis.length + before + after)
-    rows = StripWindow(1, before=before, after=after).fetch(rows, axis, output, value or 0.0)
+    rows = RowWindow(1, before=before, after=after).fetch(rows, axis, output, value or 0.0)
     padded = function(rows, sizes, mode, value) if any(sizes) else rows
     return axis.strip(padded, length=output)
 
@@ -346,7 +346,7 @@ def _pixel_unshuffle(function: Callable[..., Any], input: Tensor, downscale_fact
     if axis.length % factor:
         refuse(function, f"needs a {axis.kind} that is divisible by {factor}, not {axis.length}")
     output = _output_length(function, axis, axis.length // factor)
-    return axis.strip(function(StripWindow(factor, factor).fetch(rows, axis, output), factor), length=output)
+    return axis.strip(function(RowWindow(factor, factor).fetch(rows, axis, output), factor), length=output)
 
 
 def _crop(axis: SplitAxis, found: Tensor, output: int, first: int) -> Strip:

@@ -335,6 +335,7 @@ def test_frozen_gates_and_models_without_experts_have_a_loss() -> None:
 def test_it_compiles_with_a_graph_break() -> None:
     model = nn.Sequential(nn.Tanh(), make(4, top=2))
     compiled = torch.compile(model, backend="eager")
+    copy.deepcopy(compiled)
     for count in (5, 8):
         torch.manual_seed(3)
         found = compiled(tokens(count))

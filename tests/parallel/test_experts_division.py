@@ -170,7 +170,7 @@ def test_exactly_four_exchanges_and_their_bytes() -> None:
         layer(routed.requires_grad_()).sum().backward()
         return dict(team.calls), team.sent_bytes, team.stats.bytes_wire
 
-    tokens_sent, counts = 2 * 8 * 3 // 4, 3 * 2 * 8
+    tokens_sent, counts = 2 * 8 * 3 // 4, 3 * 3 * 8
     rows = 4 * tokens_sent * (FEATURES + 3 + 3 + FEATURES)
     reduced = 4 * 3 * 4
     """The importance, and the tokens that each expert has computed and dropped."""
@@ -246,6 +246,17 @@ def test_one_worker_without_gradients_is_refused_by_all() -> None:
     for error in sl.simulate(work, ranks=3, return_exceptions=True).results:
         assert isinstance(error, IncompatibleError)
         assert "workers 0 and 1 of a team of 3" in str(error)
+
+
+def test_one_worker_in_evaluation_mode_is_refused_by_all() -> None:
+    def work(world: sl.World) -> Any:
+        layer = make().train(world.rank == 1)
+        divide(layer, world)
+        layer(tokens(4, seed=world.rank))
+
+    for error in sl.simulate(work, ranks=2, return_exceptions=True).results:
+        assert isinstance(error, IncompatibleError)
+        assert "workers 1 and 0 of a team of 2" in str(error)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -368,7 +379,7 @@ def test_a_codec_sends_random_bits_of_its_own() -> None:
         codec = build_row_codec("quantize(2)")
         total = torch.zeros(2, 32)
         for _ in range(200):
-            exchange = TeamExchange(team, [1, 1], False, codec)
+            exchange = TeamExchange(team, [1, 1], codec=codec)
             received = exchange.to_experts(rows)
             torch.testing.assert_close(received[world.rank], rows[0], rtol=0, atol=0)
             total += received

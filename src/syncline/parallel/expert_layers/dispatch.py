@@ -9,8 +9,8 @@ worker 1    e0 e0 e1 e2           e2 e3 e3 | e2             e2 e2 | e3 e3       
 ```
 
 Every worker of a team takes part in every exchange, also without tokens, in backward too. So the workers tell each
-other with the counts whether a gradient is needed. If one of them needs it, all record the exchanges for backward, and
-a link from each exchange to the next makes sure that no backward leaves one out::
+other with the counts their mode, and whether a gradient is needed. If one of them needs it, all record the exchanges
+for backward, and a link from each exchange to the next makes sure that no backward leaves one out::
 
     anchor ──► exchange ──► rows ──► experts ──► exchange ──► outputs
                        └───────────  link  ───────────►
@@ -78,8 +78,9 @@ def dispatch(experts: Tensor, count: int, capacity: int) -> Dispatch:
     wanted = torch.bincount(chosen, minlength=count)
     starts = wanted.cumsum(0) - wanted
     kept = order[torch.arange(len(order), device=order.device) - starts[chosen[order]] < capacity]
-    counts = [min(each, capacity) for each in wanted.tolist()]
-    dropped = [each - taken for each, taken in zip(wanted.tolist(), counts, strict=True)]
+    numbers: list[int] = wanted.tolist()
+    counts = [min(each, capacity) for each in numbers]
+    dropped = [each - taken for each, taken in zip(numbers, counts, strict=True)]
     return Dispatch(kept % max(1, len(experts)), kept, counts, dropped)
 
 
@@ -104,21 +105,38 @@ class TeamExchange:
     """The exchanges of one forward pass, and of its backward pass. Every worker of the team makes one."""
 
     def __init__(
-        self, team: LayerTeam, counts: Sequence[int], needs_gradient: bool, codec: PayloadCodec | None
+        self,
+        team: LayerTeam,
+        counts: Sequence[int],
+        *,
+        needs_gradient: bool = False,
+        training: bool = False,
+        codec: PayloadCodec | None = None,
     ) -> None:
+        """`counts`: the rows for each expert of all workers. `training`: the mode, which must be the same on all."""
         self._team, self._codec = team, codec
         local = len(counts) // team.size
         wish = (NEEDED if needs_gradient else NOT_NEEDED) if torch.is_grad_enabled() else NO_GRADIENTS
-        table = torch.tensor([[*counts[start : start + local], wish] for start in range(0, len(counts), local)])
+        table = torch.tensor(
+            [[*counts[start : start + local], wish, training] for start in range(0, len(counts), local)]
+        )
         received = team.alltoall(table, [1] * team.size, [1] * team.size)
         self.counts: list[list[int]] = received[:, :local].tolist()
         """The rows for each of this worker's experts, from each worker."""
         self.send = table[:, :local].sum(1).tolist()
         self.receive = received[:, :local].sum(1).tolist()
+        self._check_modes(received[:, local + 1].tolist())
         self.recorded = self._agree(received[:, local].tolist())
         """True if a backward pass follows on all workers."""
         self._seed = int(torch.randint(1 << SEED_BITS, ())) if codec is not None else 0
         self._link = torch.zeros((), requires_grad=self.recorded)
+
+    def _check_modes(self, training: Sequence[int]) -> None:
+        if len(set(training)) > 1:
+            raise IncompatibleError(
+                f"workers {training.index(1)} and {training.index(0)} of a team of {self._team.size} differ: the first "
+                "runs a layer of experts in training mode, the second in evaluation mode; call train() or eval() on all"
+            )
 
     def _agree(self, wishes: Sequence[int]) -> bool:
         without = [rank for rank, wish in enumerate(wishes) if wish == NO_GRADIENTS]

@@ -125,15 +125,18 @@ class Experts(nn.Module):
             routing = self.gate(flat.to(torch.promote_types(flat.dtype, torch.float32)))
         capacity = expert_capacity(len(flat), self.top, self.count, self.capacity)
         sent = dispatch(routing.experts, self.count, capacity)
+        rows = flat[sent.tokens]
+        exchange = None if team is None else self._begin_exchange(rows, sent, team)
         if self.training:
             self._balance(routing, sent, team)
         else:
             self.loss = torch.zeros((), device=flat.device)
-        rows = flat[sent.tokens]
-        if team is None:
-            outputs = _compute(list(self.experts), rows, sent.counts)
+        if exchange is None:
+            outputs = _compute(self._own_experts(None), rows, sent.counts)
         else:
-            outputs = self._compute_in_team(rows, sent, team)
+            received = exchange.to_experts(rows)
+            counts = [sum(each) for each in zip(*exchange.counts, strict=True)]
+            outputs = exchange.from_experts(_compute(self._own_experts(team), received, counts))
         return _combine(outputs, routing, sent).reshape(*x.shape[:-1], outputs.shape[1])
 
     @property
@@ -152,14 +155,22 @@ class Experts(nn.Module):
         codec = "" if self.codec is None else f", codec={self.codec!r}"
         return f"count={self.count}, top={self.top}, capacity={self.capacity}{codec}"
 
-    def _compute_in_team(self, rows: Tensor, sent: Dispatch, team: LayerTeam) -> Tensor:
+    def _own_experts(self, team: LayerTeam | None) -> list[nn.Module]:
+        """The experts that this worker has."""
+        if team is None:
+            return list(self.experts)
         local = self.count // team.size
-        experts = list(self.experts)[team.rank * local : (team.rank + 1) * local]
-        trained = any(each.requires_grad for expert in experts for each in expert.parameters())
-        exchange = TeamExchange(team, sent.counts, rows.requires_grad or trained, self.codec)
-        received = exchange.to_experts(rows)
-        counts = [sum(each) for each in zip(*exchange.counts, strict=True)]
-        return exchange.from_experts(_compute(experts, received, counts))
+        return list(self.experts)[team.rank * local : (team.rank + 1) * local]
+
+    def _begin_exchange(self, rows: Tensor, sent: Dispatch, team: LayerTeam) -> TeamExchange:
+        trained = any(each.requires_grad for expert in self._own_experts(team) for each in expert.parameters())
+        return TeamExchange(
+            team,
+            sent.counts,
+            needs_gradient=rows.requires_grad or trained,
+            training=self.training,
+            codec=self.codec,
+        )
 
     def _balance(self, routing: Routing, sent: Dispatch, team: LayerTeam | None) -> None:
         """Set the balance loss, and count. Sums are those of all workers of the team, in one all-reduce.
@@ -183,7 +194,8 @@ class Experts(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have no loss, because its graph cannot be copied."""
-        return {**self.__dict__, "loss": torch.zeros(())}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "loss": torch.zeros(())}
 
 
 def expert_loss(model: nn.Module) -> Tensor:

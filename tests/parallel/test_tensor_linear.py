@@ -84,6 +84,36 @@ def test_layers_that_read_the_same_tensor_share_one_all_reduce() -> None:
         assert sent == 2 * 4 * 5 * 8
 
 
+def test_a_tensor_that_changes_between_two_reads_is_copied_again() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 6), nn.Linear(5, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.one(x)  # its copy has no gradient
+            x = torch.tanh(x)
+            first = self.one(x * 1)
+            x = x * 1
+            before: Tensor = self.two(x).detach()
+            x.add_(1)
+            output: Tensor = first + self.two(x) + before
+            return output
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.twice = nn.Linear(5, 5), Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.twice(self.start(x))
+            return output
+
+    plan = {"twice.one": "columns+gather", "twice.two": "columns+gather"}
+    check_training(seeded(Nested), plan, squares, numbers(3, 4, 5), 2)
+
+
 def test_a_copy_of_a_divided_model_is_divided() -> None:
     def work(world: World) -> list[Tensor]:
         divided = divide(world, seeded(Gated)(), GATED)

@@ -18,15 +18,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from syncline.data.partition import mix_seeds
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError, PeerLostError, SpecError
 from syncline.model_parts import ModelPart
 from syncline.parallel.action_stream import ActionStream
 from syncline.parallel.batch_norm import LAYERS as BATCH_NORMS
@@ -49,6 +50,27 @@ from syncline.world import Group, TeamChange, allreduce, broadcast_object
 __all__ = ["PipelineOptions", "PipelineRun"]
 
 logger = logging.getLogger("syncline")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _naming_stages(
+    method: Callable[Concatenate[PipelineRun, P], T],
+) -> Callable[Concatenate[PipelineRun, P], T]:
+    """Errors of a method about a lost rank say which stages that rank computes, and how far this rank is."""
+
+    @wraps(method)
+    def call(run: PipelineRun, /, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            return method(run, *args, **options)
+        except PeerLostError as error:
+            found = run.with_stages(error)
+            if found is error:
+                raise
+            raise found from error
+
+    return call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +162,14 @@ class PipelineRun(Run):
         self._own_loss = torch.tensor(0.0)
         """The part of the latest step's loss that this worker has computed."""
         self._closed = False
+        self._loss_of_rank: PeerLostError | None = None
+        """The latest error about a lost rank, complete with the stages."""
         if placement.unequal:  # every worker reads the share of a worker of the first stage
             team_run.readers = Readers(self._replica % placement.replicas[0], placement.replicas[0])
 
     # Training.
 
+    @_naming_stages
     def step(self, x: Any, y: Any = None) -> Tensor:
         """Train on one batch: forward, backward, update. Returns the mean loss, the same on all workers of a pipeline.
 
@@ -158,11 +183,13 @@ class PipelineRun(Run):
         self.update()
         return loss
 
+    @_naming_stages
     def backward(self, x: Any, y: Any = None) -> Tensor:
         """Add the gradients of one batch to those that there are, without an update. Returns the mean loss."""
         self._refuse_stream("gradients cannot be accumulated")
         return self._forward_backward(x, y, reduces=False)
 
+    @_naming_stages
     def update(self) -> None:
         """Reduce the gradients, clip them if `clip_norm` was given, and let the optimizer step."""
         self._refuse_stream("there is no separate update")
@@ -183,6 +210,7 @@ class PipelineRun(Run):
         self._reduced = False
         self._step += 1
 
+    @_naming_stages
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Reduce the gradients and scale them so that their norm over the whole model is at most `max_norm`.
 
@@ -196,6 +224,7 @@ class PipelineRun(Run):
         self._reduce()
         return self._clip(self._gradient_norms(), max_norm)
 
+    @_naming_stages
     def predict(self, x: Any) -> Any:
         """The output of the model for `x`, on every worker of this pipeline. Call `model.eval()` before."""
         if self.placement.unequal:
@@ -218,6 +247,7 @@ class PipelineRun(Run):
         root = self._pipeline.ranks.index(self._loss_workers[0])
         return output if len(self._pipeline.ranks) == 1 else broadcast_object(output, root, group=self._pipeline)
 
+    @_naming_stages
     def flush(self) -> None:
         """Complete the micro-batches that are still in a pipeline that is never emptied. Every worker calls it."""
         if self._stream is not None and self._stream.entered > self._flushed:
@@ -416,7 +446,7 @@ class PipelineRun(Run):
                         self._messages.send(leaf, worker, self._target_place(number, place), 0)
 
     def _target_place(self, micro_batch: int, leaf: int) -> Place:
-        return Place(self._target_number + leaf, micro_batch, f"the target of micro-batch {micro_batch}")
+        return Place(self._target_number + leaf, micro_batch, f"the target of micro-batch {micro_batch} from stage 0")
 
     # The loss and the gradients over all stages.
 
@@ -447,7 +477,7 @@ class PipelineRun(Run):
 
     @property
     def _loss_place(self) -> Place:
-        return Place(self._loss_number, 0, "the loss of the step")
+        return Place(self._loss_number, 0, f"the loss from stage {self.placement.stages - 1} for all micro-batches")
 
     @property
     def _loss_workers(self) -> list[int]:
@@ -514,6 +544,27 @@ class PipelineRun(Run):
             for norms in self._norms:
                 stack.enter_context(norms.pause())
             yield
+
+    # Lost ranks.
+
+    def with_stages(self, error: PeerLostError) -> PeerLostError:
+        """An error about a lost rank that says too which stages that rank computes, and how far this rank is."""
+        if error is self._loss_of_rank:  # of a method that this one has called
+            return error
+        found = [str(error)]
+        if error.peer is not None and error.peer < self.placement.workers:
+            found.append(f"rank {error.peer} computes {self._describe_stages(error.peer)}")
+        done = self.executor.progress or "no action, between micro-batches"
+        own = self._describe_stages(self._everyone.rank)
+        found.append(f"this rank computes {own}, and is in step {self._step} at {done}")
+        self._loss_of_rank = PeerLostError(
+            "; ".join(found), peer=error.peer, pending=error.pending, seconds=error.seconds
+        )
+        return self._loss_of_rank
+
+    def _describe_stages(self, worker: int) -> str:
+        stages = self.placement.stages_of(self.placement.position(worker)[0])
+        return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
     # The user's view: see `Run`.
 
@@ -625,6 +676,7 @@ class PipelineRun(Run):
     def note_loss(self, loss: float | Tensor) -> None:
         self.team_run.note_loss(loss)
 
+    @_naming_stages
     def close(self) -> None:
         """End the run: every worker then has the whole model, unless it was made on the meta device.
 

@@ -142,3 +142,8 @@ def check_kill(spec: str, seed: int) -> bool:
 def test_all_survivors_name_the_killed_rank(spec: str) -> None:
     """A seed draws the victim and the action. Without a kill the results have the bits of a run without chaos."""
     assert any(hunted(check_kill, seeds(6), spec))
+
+
+def test_a_send_to_the_killed_rank_does_not_hide_it() -> None:
+    """Found by the hunt: a rank whose unbuffered send was never received did not notice, so another was named."""
+    assert check_kill("zero_bubble", 623)

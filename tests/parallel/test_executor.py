@@ -13,7 +13,7 @@ import syncline as sl
 from syncline.errors import PeerLostError
 from syncline.parallel.executor import PipelineExecutor
 from syncline.parallel.placement import PipelinePlacement
-from syncline.parallel.schedules import Action, build_schedule
+from syncline.parallel.schedules import Action, PipelineSchedule, build_schedule
 from syncline.parallel.stages import MODEL_INPUT, Stage, StageGraph, Value
 from syncline.testing.hunting import hunt_cases
 from syncline.transports.simulated import kill_rank
@@ -133,26 +133,35 @@ def test_no_order_of_messages_deadlocks(spec: str) -> None:
     hunt_cases(check, seeds(12), f"test_no_order_of_messages_deadlocks({spec!r}), seed {{seed}}")
 
 
+@pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_survivor_names_the_lost_rank(spec: str) -> None:
-    """Rank 1 of 3 is killed at each of its actions. The others end with an error that names it."""
+def test_every_survivor_names_the_lost_rank(spec: str, victim: int) -> None:
+    """A rank of 3 is killed at each of its actions. The others end with an error that names it."""
     schedule = build_schedule(spec)
-    actions = list(schedule.actions(1, PipelinePlacement(schedule, (1, 1, 1)).setting(4)))
-    kill_points = [number for number, action in enumerate(actions) if action.kind not in "RU"]
-    for victim in kill_points:
+    actions = list(schedule.actions(victim, PipelinePlacement(schedule, (1, 1, 1)).setting(4)))
+    survivors = [rank for rank in range(3) if rank != victim]
+    for kill_at in (number for number, action in enumerate(actions) if action.kind not in "RU"):
 
-        def run(world: World, victim: int = victim) -> object:
-            return run_schedule(world, spec, 4, UNIT, kill_at=victim if world.rank == 1 else -1)
+        def run(world: World, kill_at: int = kill_at) -> object:
+            return run_schedule(world, spec, 4, UNIT, kill_at=kill_at if world.rank == victim else -1)
 
         found = sl.simulate(run, 3, UNBUFFERED, return_exceptions=True)
-        assert found.killed == (1,)
-        for rank in (0, 2):
+        assert found.killed == (victim,)
+        for rank in survivors:
             result = found.results[rank]
             if isinstance(result, PeerLostError):
-                assert result.peer == 1, result
+                assert result.peer == victim, result
                 assert "stage" in str(result)
                 assert "micro-batch" in str(result)
-            else:  # it needed nothing more of rank 1
+            else:  # it needed nothing more of that rank
                 assert isinstance(result, tuple)
-        sends = any(action.kind in "FBI" for action in actions[victim + 1 :])
-        assert not sends or any(isinstance(found.results[rank], PeerLostError) for rank in (0, 2))
+        lost = any(isinstance(found.results[rank], PeerLostError) for rank in survivors)
+        assert lost or not any(_sends(action, schedule, 3) for action in actions[kill_at + 1 :])
+
+
+def _sends(action: Action, schedule: PipelineSchedule, ranks: int) -> bool:
+    """Whether another rank waits for the result of an action."""
+    step = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+    last = ranks * schedule.stages_per_rank - 1
+    other = action.stage + step
+    return 0 <= other <= last and schedule.rank_of(other, ranks) != schedule.rank_of(action.stage, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -202,25 +203,49 @@ def test_a_loader_is_shared_by_the_replicas(samples: int) -> None:
     assert sorted(found[0] + found[1]) == sorted([*range(samples), *range(samples)])
 
 
-def refused(words: str, kind: type[Exception] = IncompatibleError, ranks: int = 2, **options: Any) -> None:
-    """Every rank refuses the options with a message that has these words."""
+class Branch(nn.Module):
+    """Its forward depends on values, so that it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.layers[1](self.layers[0](x) if x.sum() > 0 else x)
+        return value
+
+
+def four_layers(device: str = "cpu") -> nn.Module:
+    """Four layers."""
+    return nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(4)))
+
+
+def refused(
+    words: str, kind: type[Exception], ranks: int = 2, make: Callable[[], nn.Module] = four_layers, **options: Any
+) -> None:
+    """One rank alone refuses the options with a message that has these words. It sends nothing."""
 
     def attempt(world: World) -> str:
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(kind) as caught:
-            sl.pipeline(model, optimizer, loss_of, **{"stages": ["2"], **options})
-        return str(caught.value)
+        if world.rank == ranks - 1:
+            with pytest.raises(kind) as caught:
+                sl.pipeline(model, optimizer, loss_of, **{"stages": ["2"], **options})
+            return str(caught.value)
+        return words
 
-    for message in sl.simulate(attempt, ranks).results:
-        assert words in message
+    found = sl.simulate(attempt, ranks)
+    assert words in found.results[-1]
+    assert not found.messages
 
 
 @pytest.mark.parametrize(
     ("words", "kind", "options"),
     [
-        ("more than the model can be split", SpecError, {"stages": 8, "ranks": 8}),
+        ("more than the model can be split", IncompatibleError, {"stages": 8, "ranks": 8}),
+        ("more than the model can be split", IncompatibleError, {"stages": 8, "ranks": 8, "example": torch.ones(4, 2)}),
         ("must be a multiple of", SpecError, {"ranks": 3}),
+        ("must be a multiple of", SpecError, {"ranks": 3, "stages": 2, "example": torch.ones(4, 2)}),
         ("did you mean", SpecError, {"stages": ["22"]}),
         ("at its own pace", IncompatibleError, {"strategy": "ssp"}),
         ("evaluates the models of all workers", IncompatibleError, {"strategy": "ensemble"}),
@@ -235,9 +260,31 @@ def refused(words: str, kind: type[Exception] = IncompatibleError, ranks: int = 
         ("a norm above 0", SpecError, {"clip_norm": -1.0}),
         ("one of 'always'", SpecError, {"recompute": "sometimes"}),
         ("whole number", SpecError, {"microbatches": 0}),
+        ("give the number once", SpecError, {"microbatches": 3, "schedule": "gpipe(microbatches=4)"}),
+        ("use 4 or 6 micro-batches", SpecError, {"microbatches": 5, "stages": 4, "schedule": "interleaved"}),
+        (
+            "use 4 or 6 micro-batches",
+            SpecError,
+            {"microbatches": 5, "stages": 4, "schedule": "interleaved", "example": torch.ones(4, 2)},
+        ),
+        ("unknown algorithm", SpecError, {"algorithm": "circle"}),
+        ("a number of bytes", SpecError, {"bucket_bytes": 0}),
+        ("unknown tracer", SpecError, {"tracer": "dynamo"}),
+        ("unknown tracer", SpecError, {"tracer": "dynamo", "stages": "auto", "example": torch.ones(4, 2)}),
+        ("cannot trace", IncompatibleError, {"make": Branch, "stages": ["layers.1"]}),
+        ("cannot trace", IncompatibleError, {"make": Branch, "stages": "auto", "example": torch.ones(4, 2)}),
+        (
+            "is used by stages [0, 1], and pipedream updates each stage at another time",
+            IncompatibleError,
+            {"make": MODELS["tied"].model, "stages": ["blocks.2"], "schedule": "pipedream"},
+        ),
+        ("has no values", SpecError, {"make": lambda: four_layers("meta"), "stages": "auto", "example": torch.ones(1)}),
+        ("no-such-file.json", SpecError, {"stages": "no-such-file.json"}),
     ],
 )
-def test_what_cannot_work_is_refused(words: str, kind: type[Exception], options: dict[str, Any]) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_sent(
+    words: str, kind: type[Exception], options: dict[str, Any]
+) -> None:
     refused(words, kind, **options)
 
 
@@ -308,24 +355,23 @@ def train_stages(world: World, case: ModelCase, schedule: str) -> tuple[list[flo
     return losses, {name: each.detach().clone() for name, each in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv", "pipedream"])
-def test_measured_peak_of_activations_is_the_predicted_one(schedule: str) -> None:
-    ranks = 2
+def test_measured_peak_of_activations_is_the_predicted_one(schedule: str, ranks: int) -> None:
     plan = build_schedule(schedule)
     predicted = play(plan, PipelineSetting(ranks, 8), StageCost(0.01, 0.01, 0.01)).peak_activations
+    stages = ranks * plan.stages_per_rank
+    cuts = [str(8 * stage // stages) for stage in range(1, stages)]
 
     def measure(world: World) -> int:
         model = MODELS["mlp"].model()
-        cuts = ["2", "4", "6"] if plan.stages_per_rank == 2 else ["4"]
-        run = sl.pipeline(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, stages=cuts, schedule=schedule, microbatches=8
-        )
-        for step in range(2):
-            run.step(*MODELS["mlp"].batch(8, step))
-        run.close()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.pipeline(model, optimizer, loss_of, stages=cuts, schedule=schedule, microbatches=8) as run:
+            for step in range(2):
+                run.step(*MODELS["mlp"].batch(8, step))
         return run.peak_activations
 
-    assert list(sl.simulate(measure, ranks).results) == list(predicted)
+    assert sl.simulate(measure, ranks).results == predicted
 
 
 def test_ranks_with_other_optimizers_are_refused() -> None:

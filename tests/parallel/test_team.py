@@ -164,7 +164,7 @@ def test_what_follows_may_change_outputs_in_place() -> None:
     """Such as `nn.ReLU(inplace=True)`. torch refuses this for views that a function returns."""
 
     def work(world: World) -> list[Tensor]:
-        team = Team(world.group())
+        team = LayerTeam(world.group())
         found = []
         for dim in (0, 1):
             for function in (

@@ -30,6 +30,25 @@ def test_every_survivor_names_the_rank_that_was_killed() -> None:
             assert "rank 2" in str(run.results[rank])
 
 
+def test_a_send_that_waits_for_its_receive_ends_with_the_receiver() -> None:
+    def send(world: sl.World) -> str:
+        if world.rank == 1:
+            world.compute(2.0)
+        handle = world.transport.send(torch.ones(4, dtype=torch.uint8), to=1)
+        if world.rank == 2:
+            world.compute(3.0)  # the receiver is gone before this rank waits
+        with pytest.raises(sl.errors.PeerLostError, match="rank 1 to receive 4 B") as caught:
+            handle.wait()
+        assert caught.value.peer == 1
+        return "lost"
+
+    found = sl.simulate(
+        send, 3, network=sl.Network(eager=0), faults=[sl.faults.Kill(1, at=1.0)], return_exceptions=True
+    )
+    assert found.results == ("lost", None, "lost")
+    assert found.time == pytest.approx(3.0), "nobody waits for the timeout"
+
+
 def test_a_second_loss_is_not_blamed_on_the_first() -> None:
     """Those who go on after a loss and lose another later name that one."""
 

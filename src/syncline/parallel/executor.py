@@ -153,6 +153,7 @@ class PipelineExecutor:
         self._local_gradients.clear()
         self._wanted.clear()
         self._owed.clear()
+        self.current = None
 
     def finish_sends(self) -> None:
         """Wait until all messages have left. The memory of sends is free then."""
@@ -326,8 +327,13 @@ class PipelineExecutor:
         self._places[key] = place
         return place
 
+    @property
+    def progress(self) -> str:
+        """The present action in words, such as "the forward of stage 1 for micro-batch 3"; empty between steps."""
+        return "" if self.current is None else _describe(self.current)
+
     def _describe_current(self) -> str:
-        return "" if self.current is None else f"the result of {_describe(self.current)}"
+        return f"the result of {self.progress}" if self.current is not None else ""
 
     def _timed(self, action: Action, work: Callable[[], Sequence[Tensor | None] | None]) -> Sequence[Tensor]:
         start = self._now()
@@ -353,5 +359,5 @@ def _describe(action: Action) -> str:
         "R": "the reduction",
         "U": "the update",
     }
-    of = "" if action.micro_batch < 0 else f" for micro-batch {action.micro_batch}"
-    return f"{names[action.kind]} of stage {action.stage}{of}"
+    when = " after its last micro-batch" if action.micro_batch < 0 else f" for micro-batch {action.micro_batch}"
+    return f"{names[action.kind]} of stage {action.stage}{when}"

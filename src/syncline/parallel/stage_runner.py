@@ -13,6 +13,7 @@ micro-batches add up to those of the mean loss. Gradients themselves are never r
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +29,15 @@ from syncline.errors import IncompatibleError
 from syncline.parallel.schedules import Action
 from syncline.parallel.stages import StageGraph
 
-__all__ = ["MicroBatch", "Recompute", "StageRunner"]
+__all__ = ["MicroBatch", "Recompute", "StageRunner", "check_split_backward"]
+
+SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
+"""A private module of torch: see `check_split_backward`."""
+SPLIT_BACKWARD_PARAMETERS = {
+    "stage_backward_input": ("stage_outputs_or_loss", "output_grads", "input_values", "weights"),
+    "stage_backward_weight": ("weights", "param_groups", "retain_graph"),
+}
+"""Its functions and their parameters, as in torch 2.13."""
 
 Recompute = Literal["always", "except_last", "never"]
 """Which micro-batches compute their activations again in the backward pass instead of keeping them."""
@@ -290,6 +299,23 @@ class _WholeBackward:
         torch.autograd.backward(self.roots, self.seeds)
 
 
+def check_split_backward() -> None:
+    """Refuse a version of torch whose private functions for a backward pass in two halves are missing or different."""
+    try:
+        found = {
+            name: tuple(inspect.signature(getattr(_split_backward(), name)).parameters)
+            for name in SPLIT_BACKWARD_PARAMETERS
+        }
+    except (ImportError, AttributeError) as error:
+        found = {"missing": (str(error),)}
+    if found != SPLIT_BACKWARD_PARAMETERS:
+        what = "; ".join(f"{name}({', '.join(names)})" for name, names in found.items())
+        raise IncompatibleError(
+            f"torch {torch.__version__} divides a backward pass in two by other functions of {SPLIT_BACKWARD} than "
+            f"those of torch 2.13 (found: {what}): take 1f1b, gpipe or interleaved, or torch 2.13"
+        )
+
+
 def _split_backward() -> Any:
     """Torch's backward in two halves. The import takes seconds, so it waits until a schedule needs it."""
-    return importlib.import_module("torch.distributed.pipelining._backward")
+    return importlib.import_module(SPLIT_BACKWARD)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_model",
     "check_optimizers",
+    "check_options",
     "check_parameters",
     "describe_model",
     "describe_optimizer",
@@ -104,7 +105,7 @@ def distribute(
         warn_deprecated("collective= of distribute", "algorithm=")
         algorithm = collective
     _check_kinds(model, optimizer)
-    _check_options(bucket_bytes, schedulers, seed, diagnose)
+    check_options(bucket_bytes, schedulers, seed, diagnose)
     divisions: tuple[DivisionSpec, ...] = ()
     if parallel is not None:
         from syncline.training.parallel_spec import distribute_pipeline, read_parallel
@@ -288,7 +289,8 @@ def _kind(given: object) -> str:
     return f"the class {given.__name__}: call it" if isinstance(given, type) else type(given).__name__
 
 
-def _check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: int, diagnose: int) -> None:
+def check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: int, diagnose: int = 0) -> None:
+    """Refuse options of wrong kinds."""
     if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
         raise SpecError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, at least 1")
     if not isinstance(diagnose, int) or diagnose < 0:

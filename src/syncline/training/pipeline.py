@@ -19,15 +19,16 @@ from syncline.parallel.meta_model import check_initializers, has_meta_tensors, m
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import PipeDream, PipelineSchedule, build_schedule
 from syncline.parallel.splitting import split, stage_container
-from syncline.parallel.stage_runner import Recompute
+from syncline.parallel.stage_runner import Recompute, check_split_backward
 from syncline.parallel.stages import StageGraph
 from syncline.parallel.tied_parameters import tied_ranks
 from syncline.parallel.whole_model import WholeModel
-from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
+from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_collective, check_same
 from syncline.strategies import Ensemble, RunSettings, Strategy, build_strategy
 from syncline.training.distribute import (
     check_model,
     check_optimizers,
+    check_options,
     check_parameters,
     describe_model,
     describe_optimizer,
@@ -35,7 +36,7 @@ from syncline.training.distribute import (
 )
 from syncline.training.mesh import DivisionPlan, MeshGroups, check_division, check_optimizer_of_slices, plan_mesh
 from syncline.training.pipeline_run import PipelineGroups, PipelineOptions, PipelineRun
-from syncline.training.pipeline_stages import Stages, as_tuple, choose_stages
+from syncline.training.pipeline_stages import Stages, as_tuple, measure_stages, plan_stages
 from syncline.training.team_runs import attach_teams
 from syncline.world import World, allreduce, broadcast_object, current_world
 from syncline.world.mesh import Mesh
@@ -109,6 +110,7 @@ def pipeline(
     plan = build_schedule(schedule)
     coder, built = build_codec(codec), build_strategy(strategy)
     _check_arguments(model, optimizer, loss_fn, microbatches, clip_norm, recompute)
+    check_options(bucket_bytes, schedulers, seed)
     _check_combination(world, plan, built, optimizer, clip_norm, scaler, recompute, compile)
     check_model(model, world)
     check_parameters(model, world.size, allow_meta=True)
@@ -119,31 +121,35 @@ def pipeline(
     if coder is not None:
         check_optimizer_momentum(coder, momentum_of(optimizer))
         built.check_codec(coder)
-    everyone = Communicator(world, "auto")
+    check_collective(algorithm, coder)
+    if microbatches is not None and plan.microbatches not in (None, microbatches):
+        raise SpecError(f"microbatches={microbatches}, and the schedule is {plan!r}: give the number once")
+    specs = [parallel] if isinstance(parallel, DivisionSpec) else list(parallel)
+    division = _divide(model, stages, plan, microbatches, example, tracer, world.size)
+    layers = None if division is None else _plan_layers(model, specs, division, world, built, optimizer)
+    everyone = Communicator(world, "auto")  # until here nothing is sent
     check_same(everyone, "models", describe_model(model))
     check_same(everyone, "optimizers", describe_optimizer(optimizer))
     broadcast_tensors(everyone, [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
-    cuts, replicas = choose_stages(model, stages, plan, everyone, example, loss_fn)
-    specs = [parallel] if isinstance(parallel, DivisionSpec) else list(parallel)
-    divided = _plan_divisions(model, specs, cuts, replicas, world, built, optimizer)
-    graph = split(model, cuts, example=None if example is None else as_tuple(example), tracer=tracer)
-    placement = PipelinePlacement(plan, replicas)
-    if microbatches is not None and plan.microbatches not in (None, microbatches):
-        raise SpecError(f"microbatches={microbatches}, and the schedule is {plan!r}: give the number once")
-    wanted = microbatches or plan.microbatches or default_micro_batches(placement)
-    placement.check(wanted)
+    if division is None:
+        measured = measure_stages(model, stages, plan, everyone, example)
+        division = _divide(model, measured, plan, microbatches, example, tracer, world.size)
+        assert division is not None, "a measured partition needs no measurement"
+        layers = _plan_layers(model, specs, division, world, built, optimizer)
+    graph, placement, wanted = division
     chosen = {
-        "cuts": ", ".join(cuts),
-        "replicas": str(replicas),
+        "cuts": ", ".join(graph.cuts),
+        "replicas": str(placement.replicas),
         "schedule": repr(plan),
         "micro-batches": str(wanted),
         "strategy": repr(built),
         "codec": repr(coder),
-        **({} if divided is None else divided.describe()),
-        "options": f"recompute={recompute}, clip_norm={clip_norm}, seed={seed}, check_finite={check_finite}",
+        **({} if layers is None else layers.describe()),
+        "algorithm": algorithm,
+        "options": f"recompute={recompute}, clip_norm={clip_norm}, seed={seed}, check_finite={check_finite}, "
+        f"bucket_bytes={bucket_bytes}, scaler={type(scaler).__name__}",
     }
     check_same(everyone, "pipeline settings", chosen)
-    _check_tied(graph, placement, built)
     settings = RunSettings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         check_finite=check_finite,
@@ -162,20 +168,20 @@ def pipeline(
         description=graph.describe(),
     )
     return _attach(
-        model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options, divided
+        model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options, layers
     )
 
 
-def _plan_divisions(
+def _plan_layers(
     model: nn.Module,
     specs: Sequence[DivisionSpec],
-    cuts: Sequence[str],
-    replicas: Sequence[int],
+    division: tuple[StageGraph, PipelinePlacement, int],
     world: World,
     strategy: Strategy,
     optimizer: Optimizer,
 ) -> DivisionPlan | None:
-    """How layers of the stages are divided; None: they are not."""
+    """How layers of the stages are divided; None: they are not. Nothing is sent."""
+    cuts, replicas = division[0].cuts, division[1].replicas
     if not specs:
         return None
     if len(set(replicas)) > 1:
@@ -194,6 +200,32 @@ def _plan_divisions(
                 "it"
             )
     return found if found.divisions else None
+
+
+def _divide(
+    model: nn.Module,
+    stages: Stages,
+    schedule: PipelineSchedule,
+    microbatches: int | None,
+    example: Any,
+    tracer: Literal["fx", "export"],
+    size: int,
+) -> tuple[StageGraph, PipelinePlacement, int] | None:
+    """The stages, their workers and the number of micro-batches; None if a measurement decides where to cut.
+
+    It refuses what cannot work. Nothing is sent.
+    """
+    cuts, replicas = plan_stages(model, stages, schedule, size, example)
+    graph = split(model, cuts or (), example=None if example is None else as_tuple(example), tracer=tracer)
+    if replicas is None:
+        return None
+    placement = PipelinePlacement(schedule, replicas)
+    wanted = microbatches or schedule.microbatches or default_micro_batches(placement)
+    placement.check(wanted)
+    if cuts is None:
+        return None
+    _check_tied(graph, placement)
+    return graph, placement, wanted
 
 
 def _attach(
@@ -362,6 +394,8 @@ def _check_combination(
             f"compile=True: {schedule!r} needs the autograd graph of each layer, which torch.compile merges: take "
             "1f1b, gpipe or interleaved"
         )
+    if schedule.splits_backward:
+        check_split_backward()
 
 
 def default_micro_batches(placement: PipelinePlacement) -> int:
@@ -390,7 +424,7 @@ def check_strategy(strategy: Strategy) -> None:
         )
 
 
-def _check_tied(graph: StageGraph, placement: PipelinePlacement, strategy: Strategy) -> None:
+def _check_tied(graph: StageGraph, placement: PipelinePlacement) -> None:
     apart = [tie for tie in graph.tied if len(tied_ranks(tie, placement)) > 1]
     if apart and not placement.schedule.flushes:
         raise IncompatibleError(

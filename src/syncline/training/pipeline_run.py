@@ -18,14 +18,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from syncline.data.partition import mix_seeds
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError, PeerLostError, SpecError
 from syncline.model_parts import ModelPart
 from syncline.parallel.action_stream import ActionStream
 from syncline.parallel.batch_norm import LAYERS as BATCH_NORMS
@@ -52,6 +53,27 @@ from syncline.world.mesh import Mesh
 __all__ = ["PipelineGroups", "PipelineOptions", "PipelineRun"]
 
 logger = logging.getLogger("syncline")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _naming_stages(
+    method: Callable[Concatenate[PipelineRun, P], T],
+) -> Callable[Concatenate[PipelineRun, P], T]:
+    """Errors of a method about a lost rank say which stages that rank computes, and how far this rank is."""
+
+    @wraps(method)
+    def call(run: PipelineRun, /, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            return method(run, *args, **options)
+        except PeerLostError as error:
+            found = run.with_stages(error)
+            if found is error:
+                raise
+            raise found from error
+
+    return call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +185,14 @@ class PipelineRun(PartsRun):
         """Whether that loss was sent and not received yet."""
         self._own_loss = torch.tensor(0.0)
         """The part of the latest step's loss that this worker has computed."""
+        self._loss_of_rank: PeerLostError | None = None
+        """The latest error about a lost rank, complete with the stages."""
         if placement.unequal:  # every worker reads the share of a worker of the first stage
             self.team_run.readers = Readers(self._replica % placement.replicas[0], placement.replicas[0])
 
     # Training.
 
+    @_naming_stages
     def step(self, x: Any, y: Any = None) -> Tensor:
         """Train on one batch: forward, backward, update. Returns the mean loss, the same on all workers of a pipeline.
 
@@ -181,11 +206,13 @@ class PipelineRun(PartsRun):
         self.update()
         return loss
 
+    @_naming_stages
     def backward(self, x: Any, y: Any = None) -> Tensor:
         """Add the gradients of one batch to those that there are, without an update. Returns the mean loss."""
         self._refuse_stream("gradients cannot be accumulated")
         return self._forward_backward(x, y, reduces=False)
 
+    @_naming_stages
     def update(self) -> None:
         """Reduce the gradients, clip them if `clip_norm` was given, and let the optimizer step."""
         self._refuse_stream("there is no separate update")
@@ -206,6 +233,7 @@ class PipelineRun(PartsRun):
         self._reduced = False
         self._step += 1
 
+    @_naming_stages
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Reduce the gradients and scale them so that their norm over the whole model is at most `max_norm`.
 
@@ -219,6 +247,7 @@ class PipelineRun(PartsRun):
         self._reduce()
         return self._clip(self._gradient_norms(), max_norm)
 
+    @_naming_stages
     def predict(self, x: Any) -> Any:
         """The output of the model for `x`, on every worker of this pipeline. Call `model.eval()` before."""
         if self.placement.unequal:
@@ -241,6 +270,7 @@ class PipelineRun(PartsRun):
         root = self._pipeline.ranks.index(self._loss_workers[0])
         return output if len(self._pipeline.ranks) == 1 else broadcast_object(output, root, group=self._pipeline)
 
+    @_naming_stages
     def flush(self) -> None:
         """Complete the micro-batches that are still in a pipeline that is never emptied. Every worker calls it."""
         if self._stream is not None and self._stream.entered > self._flushed:
@@ -439,7 +469,7 @@ class PipelineRun(PartsRun):
                         self._messages.send(leaf, worker, self._target_place(number, place), 0)
 
     def _target_place(self, micro_batch: int, leaf: int) -> Place:
-        return Place(self._target_number + leaf, micro_batch, f"the target of micro-batch {micro_batch}")
+        return Place(self._target_number + leaf, micro_batch, f"the target of micro-batch {micro_batch} from stage 0")
 
     # The loss and the gradients over all stages.
 
@@ -470,7 +500,7 @@ class PipelineRun(PartsRun):
 
     @property
     def _loss_place(self) -> Place:
-        return Place(self._loss_number, 0, "the loss of the step")
+        return Place(self._loss_number, 0, f"the loss from stage {self.placement.stages - 1} for all micro-batches")
 
     @property
     def _loss_workers(self) -> list[int]:
@@ -519,6 +549,27 @@ class PipelineRun(PartsRun):
             for norms in self._norms:
                 stack.enter_context(norms.pause())
             yield
+
+    # Lost ranks.
+
+    def with_stages(self, error: PeerLostError) -> PeerLostError:
+        """An error about a lost rank that says too which stages that rank computes, and how far this rank is."""
+        if error is self._loss_of_rank:  # of a method that this one has called
+            return error
+        found = [str(error)]
+        if error.peer is not None and error.peer < self.placement.workers:
+            found.append(f"rank {error.peer} computes {self._describe_stages(error.peer)}")
+        done = self.executor.progress or "no action, between micro-batches"
+        own = self._describe_stages(self._everyone.rank)
+        found.append(f"this rank computes {own}, and is in step {self._step} at {done}")
+        self._loss_of_rank = PeerLostError(
+            "; ".join(found), peer=error.peer, pending=error.pending, seconds=error.seconds
+        )
+        return self._loss_of_rank
+
+    def _describe_stages(self, worker: int) -> str:
+        stages = self.placement.stages_of(self.placement.position(worker)[0])
+        return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
     # The user's view: see `Run`.
 
@@ -612,6 +663,7 @@ class PipelineRun(PartsRun):
         with self._whole.part():
             return self._divided.model_part(part, self.mesh.part_number(self._everyone.rank))
 
+    @_naming_stages
     def close(self) -> None:
         """End the run: every worker then has the whole model, unless it was made on the meta device.
 

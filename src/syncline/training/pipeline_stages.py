@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from syncline.errors import SpecError, SynclineError
 from syncline.parallel.meta_model import has_meta_tensors
@@ -18,7 +18,16 @@ from syncline.parallel.splitting import layer_names
 from syncline.reduction import Communicator
 from syncline.world import broadcast_object
 
-__all__ = ["AUTO", "Stages", "as_tuple", "choose_stages", "open_partition", "parse_stages", "planned_replicas"]
+__all__ = [
+    "AUTO",
+    "Stages",
+    "as_tuple",
+    "measure_stages",
+    "open_partition",
+    "parse_stages",
+    "plan_stages",
+    "planned_replicas",
+]
 
 logger = logging.getLogger("syncline")
 
@@ -26,40 +35,54 @@ AUTO = "auto"
 Stages = int | str | Sequence[str] | StagePartition | PathLike[str]
 
 
-def choose_stages(
-    model: nn.Module,
-    stages: Stages,
-    schedule: PipelineSchedule,
-    everyone: Communicator,
-    example: Any,
-    loss_fn: Callable[[Any, Any], Tensor],
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The cuts, and the workers of each pipeline rank. Every worker calls it; rank 0 decides where it measures."""
-    size, chunks = everyone.size, schedule.stages_per_rank
-    stages = open_partition(stages)
-    if has_meta_tensors(model):
-        if stages == AUTO and example is not None:
-            raise SpecError(
-                'stages="auto" with an example measures the layers, and this model on the meta device has no values: '
-                "leave example out, or give a number of stages, names of modules or the file of a partition"
-            )
-        example = None  # nothing can be measured
-    if stages == AUTO and example is not None and chunks == 1 and schedule.unequal_replicas and size > 1:
-        bandwidth = _bandwidth(everyone)
-        found = _decide(
-            everyone,
-            lambda: pipedream(_profile(model, everyone, example, loss_fn, 1), size, bandwidth, overlap=False),
+def plan_stages(
+    model: nn.Module, stages: Stages, schedule: PipelineSchedule, size: int, example: Any
+) -> tuple[tuple[str, ...] | None, tuple[int, ...] | None]:
+    """The cuts, and the workers of each pipeline rank; None for what a measurement decides. Nothing is sent.
+
+    It refuses stages that do not fit, and a model that cannot be traced for a measurement.
+    """
+    stages, meta = open_partition(stages), has_meta_tensors(model)
+    if meta and stages == AUTO and example is not None:
+        raise SpecError(
+            'stages="auto" with an example measures the layers, and this model on the meta device has no values: '
+            "leave example out, or give a number of stages, names of modules or the file of a partition"
         )
-        return found.cuts, _replicas_of(found, schedule, size)
+    inputs = None if example is None or meta else as_tuple(example)  # on the meta device nothing can be measured
+    if inputs is not None and _chooses_replicas(stages, schedule, size):
+        layer_names(model, example=inputs)
+        return None, None
     replicas = planned_replicas(stages, schedule, size)
     if isinstance(stages, StagePartition):
         return stages.cuts, replicas
     if not isinstance(stages, (int, str, PathLike)):
         return tuple(stages), replicas
-    count = len(replicas) * chunks
+    count = len(replicas) * schedule.stages_per_rank
     if count == 1:
         return (), replicas
-    return _decide(everyone, lambda: balanced(_profile(model, everyone, example, loss_fn, count), count)).cuts, replicas
+    names = layer_names(model, stages=count, example=inputs)
+    if inputs is not None:
+        return None, replicas
+    found = balanced(_parameter_costs(model, names), count)
+    return found.cuts, replicas
+
+
+def measure_stages(
+    model: nn.Module, stages: Stages, schedule: PipelineSchedule, everyone: Communicator, example: Any
+) -> StagePartition:
+    """The partition where a measurement decides. Every worker calls it; rank 0 measures and decides."""
+    size, inputs = everyone.size, as_tuple(example)
+    if _chooses_replicas(stages, schedule, size):
+        bandwidth = _bandwidth(everyone)
+        return _decide(everyone, lambda: pipedream(_profile(model, inputs, 1), size, bandwidth, overlap=False))
+    replicas = planned_replicas(stages, schedule, size)
+    count = len(replicas) * schedule.stages_per_rank
+    return _decide(everyone, lambda: balanced(_profile(model, inputs, count), count))
+
+
+def _chooses_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> bool:
+    """Whether a measurement, if there is an example, decides how many workers each stage has."""
+    return stages == AUTO and schedule.stages_per_rank == 1 and schedule.unequal_replicas and size > 1
 
 
 def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> tuple[int, ...]:
@@ -133,18 +156,13 @@ def _replicas_of(partition: StagePartition, schedule: PipelineSchedule, size: in
     return partition.replicas
 
 
-def _profile(
-    model: nn.Module,
-    everyone: Communicator,
-    example: Any,
-    loss_fn: Callable[[Any, Any], Tensor],
-    stages: int,
-) -> ModelProfile:
-    """The costs of the layers: measured with an example, else in proportion to their parameters."""
-    inputs = None if example is None else as_tuple(example)
-    names = layer_names(model, stages=stages, example=inputs)
-    if inputs is not None:
-        return profile_model(model, inputs, names=names)
+def _profile(model: nn.Module, inputs: tuple[Any, ...], stages: int) -> ModelProfile:
+    """The measured costs of the layers."""
+    return profile_model(model, inputs, names=layer_names(model, stages=stages, example=inputs))
+
+
+def _parameter_costs(model: nn.Module, names: Sequence[str]) -> ModelProfile:
+    """Costs of the layers in proportion to their parameters."""
     sizes = {name: sum(each.nbytes for each in model.get_submodule(name).parameters()) for name in names}
     layers = tuple(
         LayerCost(name=name, forward_s=float(size), backward_s=0.0, activation_bytes=0.0, parameter_bytes=size)

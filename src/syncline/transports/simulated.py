@@ -33,7 +33,7 @@ from syncline.transports.base import (
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Freeze, Kill, Partition, ranks_of, slowness
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.memory_store import MemoryStore
-from syncline.transports.messages import Mailbox, MailboxHandle, PostedReceive, channel_closed, do_nothing, tag_name
+from syncline.transports.messages import Mailbox, MailboxHandle, PostedReceive, channel_closed, tag_name
 from syncline.transports.network import Network
 
 __all__ = [
@@ -162,8 +162,8 @@ class SimulatedNetwork:
         """The values of the job's store."""
         self.broken_channels: set[int] = set()
         """Channels of teams that a member has aborted."""
-        self.unmatched: dict[int, set[_SimulatedSend]] = {}
-        """By channel of a team: the sends that wait for their receive."""
+        self.unmatched: dict[int, dict[_SimulatedSend, None]] = {}
+        """By channel: the sends that wait for their receive, in order."""
         self._schedule_faults()
 
     def slowness(self, rank: int) -> float:
@@ -388,7 +388,7 @@ class SimulatedNetwork:
         """End every wait on a team's channel, now and later: a member forms another team."""
         self.broken_channels.add(channel)
         self.break_channel(channel, error)
-        for send in self.unmatched.pop(channel, set()):
+        for send in list(self.unmatched.get(channel, ())):
             send.matched()
 
     def memory(self, key: tuple[object, ...], size: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -456,8 +456,8 @@ class SimulatedTransport(Transport):
         on_arrival = partial(
             network.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched
         )
-        if self._team and handle.waits_for_match:
-            network.unmatched.setdefault(self._channel, set()).add(handle)
+        if handle.waits_for_match:
+            network.unmatched.setdefault(self._channel, {})[handle] = None
         if receiver == self.global_rank:
             on_arrival()
         else:
@@ -482,10 +482,12 @@ class SimulatedTransport(Transport):
         return MailboxHandle(self, self.mailbox, posted)
 
     def peer_broke(self, global_rank: int) -> None:
-        """End the receives that wait for a rank that has ended."""
+        """End the receives and the sends that wait for a rank that has ended."""
         if global_rank not in self.members:
             return
         peer = self.members.index(global_rank)
+        for send in list(self.network.unmatched.get(self._channel, ())):
+            send.peer_broke(self, peer)
         self.mailbox.fail(
             lambda posted: (
                 self.failure(peer, f"a message ({tag_name(posted.tag)})", 0.0, None) if posted.needs(peer) else None
@@ -700,7 +702,7 @@ def _simulated(transport: Transport, instead: str) -> tuple[SimulatedNetwork, in
 class _SimulatedSend:
     """Done when the port is free and, above the network's eager limit, the receive is posted."""
 
-    __slots__ = ("_event", "_to", "_transport", "left", "matched", "nbytes", "source", "waits_for_match")
+    __slots__ = ("_event", "_lost", "_to", "_transport", "left", "nbytes", "source")
 
     def __init__(self, transport: SimulatedTransport, to: int, nbytes: int, wait_for_match: bool = True) -> None:
         self._transport = transport
@@ -708,9 +710,25 @@ class _SimulatedSend:
         self.source = -1
         self.nbytes = nbytes
         self.left = 0.0
-        self.waits_for_match = wait_for_match
         self._event = transport.runtime.event() if wait_for_match else None
-        self.matched = do_nothing if self._event is None else self._event.set
+        self._lost = False
+
+    @property
+    def waits_for_match(self) -> bool:
+        """Whether it waits until the receive is posted."""
+        return self._event is not None
+
+    def matched(self) -> None:
+        """The receive is posted; or the channel of a team ends, or the receiver."""
+        if self._event is not None:
+            self._transport.network.unmatched.get(self._transport.channel, {}).pop(self, None)
+            self._event.set()
+
+    def peer_broke(self, transport: SimulatedTransport, peer: int) -> None:
+        """A rank has ended. It breaks this send if it is one of this transport to that rank."""
+        if transport is self._transport and peer == self._to:
+            self._lost = True
+            self.matched()
 
     def wait(self, timeout: float | None = None) -> None:
         transport = self._transport
@@ -721,9 +739,11 @@ class _SimulatedSend:
             pending = f"rank {transport.members[self._to]} to receive {format_bytes(self.nbytes)}"
             if not self._event.wait(event_timeout(limit), pending, hang=timeout is None):
                 raise transport.failure(self._to, pending, limit, None)
-            transport.network.unmatched.get(transport.channel, set()).discard(self)
             if transport.ended:
                 raise transport.failure(self._to, pending, 0.0, None)
+        if self._lost:
+            pending = f"rank {transport.members[self._to]} to receive {format_bytes(self.nbytes)}"
+            raise transport.failure(self._to, pending, 0.0, None)
 
 
 class _SimulatedWindow:

@@ -48,31 +48,6 @@ def test_recomputed_activations_change_nothing(model: str, recompute: str) -> No
         same(found, expected)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-def test_dropout_does_not_depend_on_the_schedule(schedule: str) -> None:
-    case = MODELS["dropout"]
-    expected = sl.simulate(lambda world: train(world, case), 2).results[0]
-    found = sl.simulate(lambda world: train(world, case, schedule=schedule), 2).results[0]
-    assert found[0] == expected[0]
-    for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value)
-
-
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_batch_norm_statistics_are_those_of_the_whole_batch(recompute: str) -> None:
-    """The first layer's statistics do not depend on the normalisation of layers before it."""
-    case = MODELS["batch norm"]
-    model = case.model()
-    x, y = case.batch(10, 0)
-    loss_of(model(x), y)
-    first = model.get_submodule("0").state_dict()
-    expected = {name: each.clone() for name, each in first.items() if "running" in name}
-    for _, found in sl.simulate(lambda world: train(world, case, steps=1, recompute=recompute), 2).results:
-        assert int(found["0.1.num_batches_tracked"]) == 1
-        for name, value in expected.items():
-            torch.testing.assert_close(found[f"0.{name}"], value, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize(("samples", "sizes"), [(9, [3, 2, 2, 2]), (3, [3]), (2, [2])])
 def test_micro_batches_of_batch_norm_have_two_samples(samples: int, sizes: list[int]) -> None:
     """As the whole batch has. Batch norm refuses one value for a channel."""
@@ -283,29 +258,6 @@ def test_wrong_batches_are_refused_with_their_shapes() -> None:
     assert "[3]" in first
     assert "no samples" in second
     assert "tensors" in third
-
-
-@pytest.mark.parametrize("model", ["dropout", "batch norm"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv"])
-def test_stages_on_four_ranks_equal_those_on_one(model: str, schedule: str) -> None:
-    """Random numbers and the normalisation of micro-batches depend on the stages, not on who computes them."""
-    case = MODELS[model]
-    ranks = 2 if schedule.startswith(("interleaved", "zbv")) else 4
-    alone = sl.simulate(lambda world: train_stages(world, case, "interleaved(chunks=4)"), 1).results[0]
-    for losses, weights in sl.simulate(lambda world: train_stages(world, case, schedule), ranks).results:
-        assert losses == pytest.approx(alone[0], rel=1e-6)
-        for name, value in alone[1].items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
-
-
-def train_stages(world: World, case: ModelCase, schedule: str) -> tuple[list[float], Weights]:
-    """Training with four stages, on any number of ranks."""
-    model = case.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts, schedule=schedule, microbatches=4)
-    losses = [run.step(*case.batch(17, step)).item() for step in range(3)]
-    run.close()
-    return losses, {name: each.detach().clone() for name, each in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv", "pipedream"])

@@ -28,7 +28,7 @@ from syncline.errors import IncompatibleError
 from syncline.parallel.schedules import Action
 from syncline.parallel.stages import StageGraph
 
-__all__ = ["MicroBatch", "Recompute", "StageRunner"]
+__all__ = ["MicroBatch", "Recompute", "StageRunner", "stream_seed"]
 
 Recompute = Literal["always", "except_last", "never"]
 """Which micro-batches compute their activations again in the backward pass instead of keeping them."""
@@ -198,7 +198,7 @@ class StageRunner:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         before = [each.get_state() for each in generators]
-        seed = _stream_seed(self._step_seed, stage, micro_batch)
+        seed = stream_seed(self._step_seed, stage, micro_batch)
         try:
             for each in generators:
                 each.manual_seed(seed)
@@ -252,10 +252,10 @@ class StageRunner:
                 version.grad = None  # another micro-batch may use the same version
 
 
-def _stream_seed(step_seed: int, stage: int, micro_batch: int) -> int:
+def stream_seed(step_seed: int, stage: int, micro_batch: int) -> int:
     """The seed of one forward: SplitMix64 of its number. `mix_seeds` would take as long as a small layer.
 
-    >>> len({_stream_seed(7, stage, number) for stage in range(40) for number in range(50)})
+    >>> len({stream_seed(7, stage, number) for stage in range(40) for number in range(50)})
     2000
     """
     mixed = (step_seed + (stage << 40) + micro_batch + 1) * 0x9E3779B97F4A7C15 % 2**64

@@ -149,6 +149,7 @@ def pipeline(
         compile=compile,
         made_values=made_values,
         initialize=initialize,
+        codec=None if coder is None else repr(coder),
         description=graph.describe(),
     )
     return _attach(model, optimizer, loss_fn, graph, placement, everyone, built, coder, algorithm, settings, options)
@@ -183,7 +184,9 @@ def _attach(
         team = Communicator(world, "auto", group=teams[rank])
         broadcast_tensors(team, [*containers[rank].parameters(), *containers[rank].buffers()])
     roots = [placement.team(each)[0] for each in range(placement.ranks)]
-    communicator = Communicator(world, algorithm, codec, group=teams[rank])
+    # In teams of different sizes, a stage with one worker sends no gradients, so it encodes none.
+    encodes = placement.replicas[rank] > 1 or not placement.unequal
+    communicator = Communicator(world, algorithm, codec if encodes else None, group=teams[rank])
     whole = WholeModel(model, optimizer, everyone, owners, mine, roots, rank)
     try:
         team_run = strategy.attach(containers[rank], optimizer, communicator, settings)

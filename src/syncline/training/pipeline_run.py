@@ -64,6 +64,8 @@ class PipelineOptions:
     made_values: bool = False
     """Whether each worker makes the values of its own part, because the model is on the meta device."""
     initialize: Callable[[nn.Module], object] | None = None
+    codec: str | None = None
+    """The codec of the teams, for config.json: a team of one worker may have none."""
     description: Mapping[str, Any] = field(default_factory=dict)
     """The stages, for config.json: made while this worker still has the whole model."""
 
@@ -556,6 +558,7 @@ class PipelineRun(Run):
     def config(self) -> dict[str, Any]:
         return {
             **self.team_run.config,
+            "codec": self._options.codec,
             "pipeline": {
                 "schedule": repr(self._schedule),
                 "micro_batches": self._options.micro_batches,
@@ -680,13 +683,13 @@ class PipelineRun(Run):
             return
         self.team_run.readers.load_state_dict(shared["cursors"])
         self.stats.steps = int(shared["steps"])
-        strategy, codec = self.team_run.strategy, self.team_run.communicator.codec
+        strategy, codec = self.team_run.strategy, self._options.codec
         if self._everyone.rank == 0 and (codec is not None or repr(strategy) != "allreduce"):
             logger.warning(
                 "the checkpoint is of other stages or workers: the model and the optimizer's state are loaded, and the "
                 "state of %r%s starts fresh",
                 strategy,
-                "" if codec is None else f" and of {codec!r}",
+                "" if codec is None else f" and of {codec}",
             )
         self.team_run.restart()
         self.team_run.resume_steps()

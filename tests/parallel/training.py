@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from syncline.world import World
 from tests.parallel.models import MODELS, ModelCase, loss_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv")
+CPU = torch.device("cpu")
 MICRO_BATCHES = 4
 MAX_NORM = 0.05
 """Below the norm of every gradient of the models."""
@@ -42,10 +42,16 @@ def batch_sizes(case: ModelCase) -> tuple[tuple[int, ...], ...]:
     return (17,), (case.fewest,), (16,), (9, 4)
 
 
-def make(case: ModelCase) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(case: ModelCase, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model with its first weights, and its optimizer."""
-    model = case.model()
+    model = case.model().to(device)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch_on(device: torch.device, case: ModelCase, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A batch on a device."""
+    x, y = case.batch(samples, seed)
+    return x.to(device), y.to(device)
 
 
 def has_stages(schedule: str, ranks: int) -> int:
@@ -55,13 +61,13 @@ def has_stages(schedule: str, ranks: int) -> int:
 
 def train_in_pipeline(world: World, name: str, schedule: str, **options: Any) -> Training:
     """Train with the stages on all ranks, with an evaluation after each update."""
-    case = MODELS[name]
-    model, optimizer = make(case)
+    case, device = MODELS[name], world.device
+    model, optimizer = make(case, device)
     cuts = case.cuts_into(has_stages(schedule, world.size))
     run = sl.pipeline(model, optimizer, loss_of, stages=cuts, schedule=schedule, microbatches=MICRO_BATCHES, **options)
     losses, predictions = [], []
     for number, sizes in enumerate(batch_sizes(case)):
-        batches = [case.batch(size, 10 * number + place) for place, size in enumerate(sizes)]
+        batches = [batch_on(device, case, size, 10 * number + place) for place, size in enumerate(sizes)]
         if len(batches) == 1:
             losses.append(run.step(*batches[0]).item())
         else:
@@ -69,26 +75,26 @@ def train_in_pipeline(world: World, name: str, schedule: str, **options: Any) ->
             assert run.clip_grad_norm_(MAX_NORM) > MAX_NORM
             run.update()
         model.eval()
-        predictions.append(run.predict(case.batch(5, 99)[0]))
+        predictions.append(run.predict(batch_on(device, case, 5, 99)[0]))
         model.train()
     run.close()
     return Training(losses, predictions, {key: each.detach().clone() for key, each in model.state_dict().items()})
 
 
 @functools.cache
-def train_alone(name: str, stages: int = 1) -> Training:
+def train_alone(name: str, stages: int = 1, device: torch.device = CPU) -> Training:
     """Train the whole model.
 
     Dropout and batch norm depend on the micro-batches, so these are computed one by one, each weighted by its samples.
     The others see whole batches. `stages` says where dropout begins a new stream of random numbers.
     """
     case = MODELS[name]
-    model, optimizer = make(case)
+    model, optimizer = make(case, device)
     losses, predictions = [], []
     for number, sizes in enumerate(batch_sizes(case)):
         optimizer.zero_grad()
         for place, size in enumerate(sizes):
-            x, y = case.batch(size, 10 * number + place)
+            x, y = batch_on(device, case, size, 10 * number + place)
             with _streams(model, case.cuts_into(stages), step=number + place) as begin, _whole_statistics(model):
                 loss = _add_gradients(model, x, y, _micro_batches(name, size), begin)
             losses.append(loss)
@@ -97,7 +103,7 @@ def train_alone(name: str, stages: int = 1) -> Training:
         optimizer.step()
         model.eval()
         with torch.no_grad():
-            predictions.append(model(case.batch(5, 99)[0]))
+            predictions.append(model(batch_on(device, case, 5, 99)[0]))
         model.train()
     return Training(losses, predictions, {key: each.detach().clone() for key, each in model.state_dict().items()})
 
@@ -170,7 +176,7 @@ def _whole_statistics(model: nn.Module) -> Iterator[None]:
 
 def compare(found: Training, expected: Training) -> None:
     """Losses are float32, weights float64."""
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=1e-6, atol=0.0)
     assert list(found.state) == list(expected.state)
     for one, other in zip(found.predictions, expected.predictions, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncline.data.partition import mix_seeds
 from syncline.errors import IncompatibleError
+from syncline.parallel.module_trees import own_forward
 from syncline.parallel.schedules import Action
 from syncline.parallel.stages import StageGraph
 
@@ -85,7 +86,7 @@ class StageRunner:
         self.update = update
         self._weights_for = weights_for
         self._calls: list[Callable[..., Any]] = [
-            torch.compile(stage.module) if compile else stage.module for stage in graph.stages
+            torch.compile(own_forward(stage.module)) if compile else stage.module for stage in graph.stages
         ]
         """What computes each stage."""
         self._kept: dict[tuple[int, int], _Activations] = {}

@@ -18,12 +18,23 @@ from syncline.parallel.splitting import layer_names
 from syncline.reduction import Communicator
 from syncline.world import broadcast_object
 
-__all__ = ["AUTO", "Stages", "as_tuple", "choose_stages", "open_partition", "parse_stages", "planned_replicas"]
+__all__ = [
+    "AUTO",
+    "Partitioner",
+    "Stages",
+    "as_tuple",
+    "choose_stages",
+    "open_partition",
+    "parse_stages",
+    "planned_replicas",
+]
 
 logger = logging.getLogger("syncline")
 
 AUTO = "auto"
-Stages = int | str | Sequence[str] | StagePartition | PathLike[str]
+Partitioner = Callable[[ModelProfile], StagePartition]
+"""A function that chooses the stages by the measured costs of the layers."""
+Stages = int | str | Sequence[str] | StagePartition | PathLike[str] | Partitioner
 
 
 def choose_stages(
@@ -37,6 +48,8 @@ def choose_stages(
     """The cuts, and the workers of each pipeline rank. Every worker calls it; rank 0 decides where it measures."""
     size, chunks = everyone.size, schedule.stages_per_rank
     stages = open_partition(stages)
+    if callable(stages):
+        stages = _ask(stages, model, everyone, example, loss_fn)
     if has_meta_tensors(model):
         if stages == AUTO and example is not None:
             raise SpecError(
@@ -62,6 +75,30 @@ def choose_stages(
     return _decide(everyone, lambda: balanced(_profile(model, everyone, example, loss_fn, count), count)).cuts, replicas
 
 
+def _ask(
+    partitioner: Partitioner,
+    model: nn.Module,
+    everyone: Communicator,
+    example: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+) -> StagePartition:
+    """The partition that a function of the user chooses on rank 0."""
+    if example is None or has_meta_tensors(model):
+        why = "example= is missing" if example is None else "a model on the meta device cannot be measured"
+        raise SpecError(
+            f"stages={partitioner!r} chooses by the measured costs of the layers, and {why}: give an example of the "
+            "input of a model that has values, or the file of a partition"
+        )
+
+    def choose() -> StagePartition:
+        found = partitioner(_profile(model, everyone, example, loss_fn, 1))
+        if not isinstance(found, StagePartition):
+            raise SpecError(f"stages={partitioner!r} must return a StagePartition, not {type(found).__name__}")
+        return found
+
+    return _decide(everyone, choose)
+
+
 def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> tuple[int, ...]:
     """The workers of each pipeline rank, if no measurement decides. Refuses what does not fit `size` workers."""
     chunks, stages = schedule.stages_per_rank, open_partition(stages)
@@ -69,8 +106,8 @@ def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> t
         return _replicas_of(stages, schedule, size)
     if isinstance(stages, bool) or not isinstance(stages, (int, str, Sequence)):
         raise SpecError(
-            "stages must be a number of stages, a list of module names, a partition or its file, or 'auto', not "
-            f"{stages!r}"
+            "stages must be a number of stages, a list of module names, a partition or its file, a function that makes "
+            f"a partition, or 'auto', not {stages!r}"
         )
     if not isinstance(stages, (int, str)):
         cuts = len(stages)
@@ -125,7 +162,7 @@ def _replicas_of(partition: StagePartition, schedule: PipelineSchedule, size: in
             f"the partition {partition} is for {partition.workers} workers with one stage each, and there are {size}, "
             f"with {schedule.stages_per_rank} each: change its replicas, or start {partition.workers} workers"
         )
-    if partition.layers or partition.placement:
+    if partition.layers or list(partition.placement) != sorted(partition.placement):
         raise SpecError(
             f"the partition {partition} has its own placement or branches that run side by side: remove 'layers' and "
             "'placement' from its file, so that stages follow each other"
@@ -159,15 +196,20 @@ def _decide(everyone: Communicator, choose: Callable[[], StagePartition]) -> Sta
     if everyone.rank == 0:
         try:
             found = choose()
-            chosen = {"cuts": list(found.cuts), "replicas": list(found.replicas), "text": found.describe()}
+            chosen = {name: list(getattr(found, name)) for name in ("cuts", "replicas", "placement", "layers")}
+            chosen["text"] = found.describe()
         except SynclineError as error:
             chosen = {"error": str(error)}
+        except Exception as error:  # the others wait for the answer
+            logger.exception("the stages could not be chosen")
+            chosen = {"error": f"the stages could not be chosen on rank 0: {type(error).__name__}: {error}"}
     shared: dict[str, Any] = broadcast_object(chosen, 0, group=everyone.group) if everyone.size > 1 else chosen
     if "error" in shared:
         raise SpecError(shared["error"])
     if everyone.rank == 0:
         logger.info("%s", shared["text"])
-    return StagePartition(tuple(shared["cuts"]), tuple(shared["replicas"]))
+    layers = tuple(tuple(names) for names in shared["layers"])
+    return StagePartition(tuple(shared["cuts"]), tuple(shared["replicas"]), tuple(shared["placement"]), layers)
 
 
 def _bandwidth(everyone: Communicator) -> float:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 class Residual(nn.Module):
-    """A block whose skip connection crosses several stages."""
+    """A block whose skip connection crosses several stages. Each stage returns views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Residual(nn.Module):
         start = self.first(x)
         value = start
         for layer in self.middle:
-            value = torch.tanh(layer(value))
+            value = torch.tanh(layer(value)).view(-1, 6)
         output: Tensor = self.last(value + start)
         return output
 

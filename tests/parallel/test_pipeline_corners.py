@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from syncline.parallel.partition import StagePartition
 from syncline.parallel.player import StageCost, play
 from syncline.parallel.schedules import PipelineSetting, build_schedule
 from syncline.parallel.stage_runner import MicroBatch, StageRunner
+from syncline.testing import Pool
 from syncline.world import World
 from tests.parallel.models import MODELS, ModelCase, loss_of
+from tests.strategies.cases import on_gloo
 
 Weights = dict[str, Tensor]
 
@@ -69,51 +72,67 @@ def test_micro_batches_of_batch_norm_have_two_samples(samples: int, sizes: list[
     assert sl.simulate(cut, 2).results == ([], sizes)
 
 
-def test_a_grad_scaler_skips_a_step_on_all_stages() -> None:
+def train_scaled(world: World) -> tuple[Weights, float, Weights]:
+    """The weights after a step, the scale and the weights after a step whose loss is NaN."""
     case = MODELS["mlp"]
+    model = case.model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    cuts = case.cuts_into(world.size)
+    run = sl.pipeline(model, optimizer, loss_of, stages=cuts, microbatches=2, scaler=scaler, clip_norm=100.0)
+    x, y = case.batch(8, 0)
+    run.step(x.float(), y)
+    with run.agreed():
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    run.step(x.float() * math.inf, y)  # nobody steps
+    run.close()
+    return before, float(scaler.get_scale()), {name: each.detach() for name, each in model.named_parameters()}
 
-    def run_scaled(world: World) -> tuple[Weights, float, Weights]:
-        model = case.model().float()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts, microbatches=2, scaler=scaler, clip_norm=100.0)
-        x, y = case.batch(8, 0)
-        run.step(x.float(), y)
-        with run.agreed():
-            before = {name: each.detach().clone() for name, each in model.named_parameters()}
-        run.step(x.float() * math.inf, y)  # NaN in the loss: nobody steps
-        run.close()
-        return before, float(scaler.get_scale()), {name: each.detach() for name, each in model.named_parameters()}
 
+def check_scaled(results: Sequence[tuple[Weights, float, Weights]]) -> None:
+    """The first step is that of one process, and the second changes nothing but the scale."""
+    case = MODELS["mlp"]
     model = case.model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = case.batch(8, 0)
     torch.autograd.backward(loss_of(model(x.float()), y))
     optimizer.step()
-    for before, scale, after in sl.simulate(run_scaled, 4).results:
+    for before, scale, after in results:
         assert scale == 512.0
         for name, value in model.named_parameters():
             torch.testing.assert_close(before[name], value.detach(), rtol=1e-5, atol=1e-6)
             assert torch.equal(before[name], after[name])
 
 
-def test_autocast_reaches_all_stages() -> None:
+def test_a_grad_scaler_skips_a_step_on_all_stages() -> None:
+    check_scaled(sl.simulate(train_scaled, 4).results)
+
+
+def train_in_bfloat16(world: World) -> list[float]:
+    """Losses under autocast."""
     case = MODELS["mlp"]
+    model = case.model().float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts_into(world.size), microbatches=2)
+    x, y = case.batch(8, 0)
+    losses = []
+    for _ in range(12):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(run.step(x.float(), y).item())
+    return losses
 
-    def run_autocast(world: World) -> float:
-        model = case.model().float()
-        run = sl.pipeline(
-            model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), loss_of, stages=case.cuts, microbatches=2
-        )
-        x, y = case.batch(8, 0)
-        losses = []
-        for _ in range(12):
-            with torch.autocast("cpu", torch.bfloat16):
-                losses.append(run.step(x.float(), y).item())
-        assert losses[-1] < losses[0]
-        return losses[-1]
 
-    assert len(set(sl.simulate(run_autocast, 4).results)) == 1
+def test_autocast_reaches_all_stages() -> None:
+    first, *others = sl.simulate(train_in_bfloat16, 4).results
+    assert first[-1] < first[0]
+    assert all(losses == first for losses in others)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_mixed_precision_on_gloo(gloo: Pool) -> None:
+    check_scaled(gloo.run(on_gloo, 2, train_scaled))
+    (expected, _) = sl.simulate(train_in_bfloat16, 2).results
+    assert gloo.run(on_gloo, 2, train_in_bfloat16) == [expected] * 2
 
 
 def test_a_stage_may_be_frozen_or_have_no_parameters() -> None:

@@ -233,8 +233,9 @@ class StageRunner:
             kept.weight_groups = _WholeBackward(roots, seeds)
             kept.outputs = []
             return [None] * len(kept.leaves)
+        detachable = [_writable(each) if each._is_view() else each for each in roots]  # torch detaches them in place
         found, kept.weight_groups = _split_backward().stage_backward_input(
-            roots, seeds, kept.leaves, self._weights(action.stage)
+            detachable, seeds, kept.leaves, self._weights(action.stage)
         )
         kept.outputs = []
         return list(found)
@@ -266,7 +267,7 @@ def stream_seed(step_seed: int, stage: int, micro_batch: int) -> int:
 
 
 class _Writable(torch.autograd.Function):
-    """The identity. Unlike a leaf, its result may be changed in place, as nn.ReLU(inplace=True) does."""
+    """The identity. Unlike a leaf or a view, its result may be changed in place, as nn.ReLU(inplace=True) does."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

@@ -76,8 +76,9 @@ def pipeline(
       measured time with `example`, one input of the model, or a tuple of them; else by their numbers of parameters
     - the names of the modules with which stages 1, 2, … begin, such as ["blocks.4"] for two stages
     - a `StagePartition`, or the path of its file
+    - a function that takes the measured `ModelProfile` and returns a `StagePartition`; it needs `example`
     - "auto": with `example` PipeDream's partition for this network, which may replicate stages; else as many stages as
-      workers
+      workers, balanced by their numbers of parameters
 
     If there are more workers than stages, each stage has several, which `strategy` and `codec` synchronise as in
     `distribute`. `schedule` is "1f1b", "gpipe", "interleaved(chunks=2)", "zero_bubble", "zbv" or "pipedream".

@@ -223,12 +223,12 @@ def ended(run: Run, code: int) -> Run:
 @pytest.mark.xdist_group("launch")
 def test_a_pipeline_of_two_workers_continues_on_one(runs: Runs) -> None:
     plan = ("--pipeline", "1f1b(microbatches=4)", "--epochs", "1", "--out", "a")
-    run = ended(runs.run("train", "digits(model='cnn')", "-n", "2", *plan), 0)
+    run = ended(runs.run("train", "vgg(width=2, dense=16)", "-n", "2", *plan), 0)
     assert "epoch 1/1: validation accuracy 0." in run.out
     config = json.loads((runs.folder / "a" / "config.json").read_text())
     assert config["run"]["pipeline"]["replicas"] == [1, 1]
     assert 0 < config["run"]["pipeline"]["parameters"][0] < config["parameters"]
-    run = ended(runs.run("train", "digits(model='cnn')", "--epochs", "2", "--out", "a", "--resume", "auto"), 0)
+    run = ended(runs.run("train", "vgg(width=2, dense=16)", "--epochs", "2", "--out", "a", "--resume", "auto"), 0)
     assert "continues with other settings than it started with: pipeline None" in run.err
     assert "epoch 2/2: validation accuracy 0." in run.out
 

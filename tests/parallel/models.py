@@ -11,19 +11,19 @@ from torch.nn import functional
 
 
 class Residual(nn.Module):
-    """A block whose skip connection crosses several stages."""
+    """A block whose skip connection crosses several stages. Each stage returns views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
-        self.middle = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.middle = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
         self.last = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         start = self.first(x)
         value = start
         for layer in self.middle:
-            value = torch.tanh(layer(value))
+            value = torch.tanh(layer(value)).view(-1, 6)
         output: Tensor = self.last(value + start)
         return output
 
@@ -35,7 +35,7 @@ class UNet(nn.Module):
         super().__init__()
         self.down1 = nn.Conv2d(1, 4, 3, padding=1)
         self.down2 = nn.Conv2d(4, 8, 3, stride=2, padding=1)
-        self.bottom = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True))
+        self.bottom = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1))
         self.up2 = nn.ConvTranspose2d(16, 4, 2, stride=2)
         self.up1 = nn.Conv2d(8, 3, 3, padding=1)
         self.head = nn.Linear(3, 3)
@@ -72,12 +72,19 @@ def _mlp(*extra: Callable[[], nn.Module]) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model, where it is cut into four stages, and its data."""
+    """A model, where it is cut into four stages and into eight, and its data."""
 
     make: Callable[[], nn.Module]
     cuts: tuple[str, str, str]
+    eight: tuple[str, ...]
     input: Callable[[int], Tensor]
     classes: int = 3
+    fewest: int = 1
+    """The fewest samples that the model can train on."""
+
+    def cuts_into(self, stages: int) -> tuple[str, ...]:
+        """The modules with which stages 1, 2, … begin."""
+        return {1: (), 2: self.cuts[1:2], 4: self.cuts, 8: self.eight}[stages]
 
     def batch(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels."""
@@ -102,13 +109,27 @@ def _tokens(samples: int) -> Tensor:
     return torch.randint(11, (samples,))
 
 
+LAYERS = tuple(map(str, range(1, 8)))
 MODELS = {
-    "mlp": ModelCase(_mlp, ("2", "4", "6"), _vectors),
-    "skips": ModelCase(Residual, ("middle.0", "middle.2", "last"), _vectors),
-    "unet": ModelCase(UNet, ("down2", "bottom", "up1"), _images),
-    "tied": ModelCase(Tied, ("blocks.0", "blocks.2", "head"), _tokens, classes=11),
-    "dropout": ModelCase(lambda: _mlp(lambda: nn.Dropout(0.3)), ("2", "4", "6"), _vectors),
-    "batch norm": ModelCase(lambda: _mlp(lambda: nn.BatchNorm1d(6)), ("2", "4", "6"), _vectors),
+    "mlp": ModelCase(_mlp, ("2", "4", "6"), LAYERS, _vectors),
+    "skips": ModelCase(
+        Residual, ("middle.0", "middle.2", "last"), (*(f"middle.{n}" for n in range(6)), "last"), _vectors
+    ),
+    "unet": ModelCase(
+        UNet,
+        ("down2", "bottom", "up1"),
+        ("down2", "bottom", "bottom.1", "bottom.2", "up2", "up1", "head"),
+        _images,
+    ),
+    "tied": ModelCase(
+        Tied,
+        ("blocks.0", "blocks.2", "head"),
+        ("blocks.0", "blocks.0.1", "blocks.1", "blocks.2", "blocks.2.1", "blocks.3", "head"),
+        _tokens,
+        classes=11,
+    ),
+    "dropout": ModelCase(lambda: _mlp(lambda: nn.Dropout(0.3)), ("2", "4", "6"), LAYERS, _vectors),
+    "batch norm": ModelCase(lambda: _mlp(lambda: nn.BatchNorm1d(6)), ("2", "4", "6"), LAYERS, _vectors, fewest=3),
 }
 
 

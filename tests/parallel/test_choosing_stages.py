@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.partition import StagePartition
+from syncline.parallel.partition import ModelProfile, StagePartition, balanced, pipedream
 from syncline.world import World
 from tests.parallel.models import MODELS, Tied, loss_of
 
@@ -84,6 +86,46 @@ def test_cuts_of_a_partition_serve_other_numbers_of_workers() -> None:
 def test_stages_that_do_not_fit_are_refused(stages: Any, ranks: int, words: str) -> None:
     with pytest.raises((SpecError, IncompatibleError), match=words):
         chosen(ranks, make_chain if stages == 9 else None, stages=stages)
+
+
+@pytest.mark.parametrize("limit", [None, 1900.0])
+def test_a_function_chooses_the_stages_by_the_measured_costs(limit: float | None) -> None:
+    """With a network that costs nothing PipeDream takes one stage, unless that needs too much memory."""
+
+    def choose(profile: ModelProfile) -> StagePartition:
+        return pipedream(profile, (2, 1), (1e15, 1e15), overlap=True, memory_bytes=limit)
+
+    found = chosen(2, make_chain, stages=choose, example=torch.randn(1, 6))
+    assert found["replicas"] == ([2] if limit is None else [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("choose", "options", "words"),
+    [
+        (
+            partial(pipedream, workers=2, bandwidth=1e9, overlap=True, memory_bytes=10.0),
+            {},
+            "needs at most memory_bytes=10 B",
+        ),
+        (lambda profile: StagePartition(("3",), (2, 1)), {}, "change its replicas"),
+        (lambda profile: 2, {}, "must return a StagePartition, not int"),
+        (lambda profile: os.environ["MISSING"], {}, "KeyError: 'MISSING'"),
+        (partial(balanced, stages=2), {"example": None}, "example= is missing"),
+        (partial(balanced, stages=3), {}, "the number of workers must be a multiple of 3"),
+    ],
+)
+def test_functions_that_choose_wrong_stages_are_refused(choose: Any, options: dict[str, Any], words: str) -> None:
+    """On every rank, with the sentence of rank 0."""
+
+    def attempt(world: World) -> str:
+        model = make_chain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(SpecError) as caught:
+            sl.pipeline(model, optimizer, loss_of, **{"stages": choose, "example": torch.randn(2, 6), **options})
+        return str(caught.value)
+
+    for message in sl.simulate(attempt, 2).results:
+        assert words in message
 
 
 def make_chain() -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,10 @@ from syncline.parallel.partition import StagePartition
 from syncline.parallel.player import StageCost, play
 from syncline.parallel.schedules import PipelineSetting, build_schedule
 from syncline.parallel.stage_runner import MicroBatch, StageRunner
+from syncline.testing import Pool
 from syncline.world import World
 from tests.parallel.models import MODELS, ModelCase, loss_of
+from tests.strategies.cases import on_gloo
 
 Weights = dict[str, Tensor]
 
@@ -49,31 +51,6 @@ def test_recomputed_activations_change_nothing(model: str, recompute: str) -> No
         same(found, expected)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-def test_dropout_does_not_depend_on_the_schedule(schedule: str) -> None:
-    case = MODELS["dropout"]
-    expected = sl.simulate(lambda world: train(world, case), 2).results[0]
-    found = sl.simulate(lambda world: train(world, case, schedule=schedule), 2).results[0]
-    assert found[0] == expected[0]
-    for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value)
-
-
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_batch_norm_statistics_are_those_of_the_whole_batch(recompute: str) -> None:
-    """The first layer's statistics do not depend on the normalisation of layers before it."""
-    case = MODELS["batch norm"]
-    model = case.model()
-    x, y = case.batch(10, 0)
-    loss_of(model(x), y)
-    first = model.get_submodule("0").state_dict()
-    expected = {name: each.clone() for name, each in first.items() if "running" in name}
-    for _, found in sl.simulate(lambda world: train(world, case, steps=1, recompute=recompute), 2).results:
-        assert int(found["0.1.num_batches_tracked"]) == 1
-        for name, value in expected.items():
-            torch.testing.assert_close(found[f"0.{name}"], value, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize(("samples", "sizes"), [(9, [3, 2, 2, 2]), (3, [3]), (2, [2])])
 def test_micro_batches_of_batch_norm_have_two_samples(samples: int, sizes: list[int]) -> None:
     """As the whole batch has. Batch norm refuses one value for a channel."""
@@ -95,51 +72,67 @@ def test_micro_batches_of_batch_norm_have_two_samples(samples: int, sizes: list[
     assert sl.simulate(cut, 2).results == ([], sizes)
 
 
-def test_a_grad_scaler_skips_a_step_on_all_stages() -> None:
+def train_scaled(world: World) -> tuple[Weights, float, Weights]:
+    """The weights after a step, the scale and the weights after a step whose loss is NaN."""
     case = MODELS["mlp"]
+    model = case.model().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    cuts = case.cuts_into(world.size)
+    run = sl.pipeline(model, optimizer, loss_of, stages=cuts, microbatches=2, scaler=scaler, clip_norm=100.0)
+    x, y = case.batch(8, 0)
+    run.step(x.float(), y)
+    with run.agreed():
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    run.step(x.float() * math.inf, y)  # nobody steps
+    run.close()
+    return before, float(scaler.get_scale()), {name: each.detach() for name, each in model.named_parameters()}
 
-    def run_scaled(world: World) -> tuple[Weights, float, Weights]:
-        model = case.model().float()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts, microbatches=2, scaler=scaler, clip_norm=100.0)
-        x, y = case.batch(8, 0)
-        run.step(x.float(), y)
-        with run.agreed():
-            before = {name: each.detach().clone() for name, each in model.named_parameters()}
-        run.step(x.float() * math.inf, y)  # NaN in the loss: nobody steps
-        run.close()
-        return before, float(scaler.get_scale()), {name: each.detach() for name, each in model.named_parameters()}
 
+def check_scaled(results: Sequence[tuple[Weights, float, Weights]]) -> None:
+    """The first step is that of one process, and the second changes nothing but the scale."""
+    case = MODELS["mlp"]
     model = case.model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = case.batch(8, 0)
     torch.autograd.backward(loss_of(model(x.float()), y))
     optimizer.step()
-    for before, scale, after in sl.simulate(run_scaled, 4).results:
+    for before, scale, after in results:
         assert scale == 512.0
         for name, value in model.named_parameters():
             torch.testing.assert_close(before[name], value.detach(), rtol=1e-5, atol=1e-6)
             assert torch.equal(before[name], after[name])
 
 
-def test_autocast_reaches_all_stages() -> None:
+def test_a_grad_scaler_skips_a_step_on_all_stages() -> None:
+    check_scaled(sl.simulate(train_scaled, 4).results)
+
+
+def train_in_bfloat16(world: World) -> list[float]:
+    """Losses under autocast."""
     case = MODELS["mlp"]
+    model = case.model().float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts_into(world.size), microbatches=2)
+    x, y = case.batch(8, 0)
+    losses = []
+    for _ in range(12):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(run.step(x.float(), y).item())
+    return losses
 
-    def run_autocast(world: World) -> float:
-        model = case.model().float()
-        run = sl.pipeline(
-            model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), loss_of, stages=case.cuts, microbatches=2
-        )
-        x, y = case.batch(8, 0)
-        losses = []
-        for _ in range(12):
-            with torch.autocast("cpu", torch.bfloat16):
-                losses.append(run.step(x.float(), y).item())
-        assert losses[-1] < losses[0]
-        return losses[-1]
 
-    assert len(set(sl.simulate(run_autocast, 4).results)) == 1
+def test_autocast_reaches_all_stages() -> None:
+    first, *others = sl.simulate(train_in_bfloat16, 4).results
+    assert first[-1] < first[0]
+    assert all(losses == first for losses in others)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_mixed_precision_on_gloo(gloo: Pool) -> None:
+    check_scaled(gloo.run(on_gloo, 2, train_scaled))
+    (expected, _) = sl.simulate(train_in_bfloat16, 2).results
+    assert gloo.run(on_gloo, 2, train_in_bfloat16) == [expected] * 2
 
 
 def test_a_stage_may_be_frozen_or_have_no_parameters() -> None:
@@ -330,29 +323,6 @@ def test_wrong_batches_are_refused_with_their_shapes() -> None:
     assert "[3]" in first
     assert "no samples" in second
     assert "tensors" in third
-
-
-@pytest.mark.parametrize("model", ["dropout", "batch norm"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv"])
-def test_stages_on_four_ranks_equal_those_on_one(model: str, schedule: str) -> None:
-    """Random numbers and the normalisation of micro-batches depend on the stages, not on who computes them."""
-    case = MODELS[model]
-    ranks = 2 if schedule.startswith(("interleaved", "zbv")) else 4
-    alone = sl.simulate(lambda world: train_stages(world, case, "interleaved(chunks=4)"), 1).results[0]
-    for losses, weights in sl.simulate(lambda world: train_stages(world, case, schedule), ranks).results:
-        assert losses == pytest.approx(alone[0], rel=1e-6)
-        for name, value in alone[1].items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
-
-
-def train_stages(world: World, case: ModelCase, schedule: str) -> tuple[list[float], Weights]:
-    """Training with four stages, on any number of ranks."""
-    model = case.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts, schedule=schedule, microbatches=4)
-    losses = [run.step(*case.batch(17, step)).item() for step in range(3)]
-    run.close()
-    return losses, {name: each.detach().clone() for name, each in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -175,7 +175,7 @@ def test_what_follows_may_change_outputs_in_place() -> None:
                 lambda x: gather_and_reduce(x, team, dim, 8),  # noqa: B023
             ):
                 x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-                output = function(x * 1)
+                output: Tensor = function(x * 1)  # type: ignore[no-untyped-call]
                 assert output.is_contiguous()
                 torch.autograd.backward(torch.relu_(output).sum())
                 assert x.grad is not None

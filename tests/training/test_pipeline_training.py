@@ -18,6 +18,7 @@ from syncline.events import read_log
 from syncline.parallel.partition import StagePartition
 from syncline.training.loop import Outcome, train
 from syncline.training.settings import Settings
+from syncline.workloads import VGG, TransformerLM
 from syncline.world import World, current_world
 from tests.training.tiny import Tiny
 
@@ -174,3 +175,23 @@ def test_a_workload_without_the_loss_of_an_output_is_refused() -> None:
 
     with pytest.raises(IncompatibleError, match=r"define it, or train without a pipeline"):
         sl.simulate(attempt, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [
+        (lambda: VGG(width=1, dense=16), "zbv(microbatches=4)"),
+        (lambda: TransformerLM(layers=2, width=8, heads=2, bytes=100_000, length=16), "1f1b(microbatches=4)"),
+    ],
+)
+def test_vgg_and_the_transformer_train_as_without_a_pipeline(make: Any, schedule: str) -> None:
+    """The last layer of the transformer is the embedding too."""
+
+    def outcomes(pipeline: str | None, ranks: int) -> tuple[Outcome, ...]:
+        settings = Settings(steps=3, epochs=1, batch=8, pipeline=pipeline)
+        return sl.simulate(lambda world: train(make(), settings, world=world), ranks=ranks).results
+
+    (alone,) = outcomes(None, 1)
+    for found in outcomes(schedule, 2):
+        assert (found.steps, found.samples) == (3, 24)
+        assert found.test == pytest.approx(alone.test, rel=1e-4)

@@ -25,8 +25,7 @@ from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, Worl
 from syncline.testing.transports import CASES, withdraw_a_receive
 from syncline.transports.mpi import MpiTransport, connect
 from syncline.transports.mpi.connect import load
-from tests.parallel.models import MODELS
-from tests.parallel.test_pipeline import compare, train_alone, train_cases
+from tests.parallel.training import compare, has_stages, train_alone, train_in_pipeline
 from tests.strategies.cases import on_gloo
 from tests.training.mesh_models import assert_trained, train_divided
 from tests.world.functional_checks import check_functional
@@ -225,9 +224,9 @@ def work_as_a_world(transport: MpiTransport) -> None:
 
 def train_a_pipeline(transport: MpiTransport) -> None:
     """Stages on all ranks train as one process does."""
-    cases = [("unet", "1f1b"), ("mlp", "zbv")]
-    for found, (model, _) in zip(on_gloo(transport, train_cases, cases), cases, strict=True):
-        compare(found, train_alone(MODELS[model]))
+    for model, schedule in (("unet", "1f1b"), ("mlp", "zbv")):
+        found = on_gloo(transport, train_in_pipeline, model, schedule)
+        compare(found, train_alone(model, has_stages(schedule, transport.size)))
 
 
 def divide_layers(transport: MpiTransport) -> None:

@@ -15,6 +15,7 @@ Since modules and parameters are the model's own, `model.eval()`, optimizers and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, fx, nn
 from syncline.errors import SpecError
 from syncline.parallel.stages import StageGraph
 
-__all__ = ["ModuleTree", "StageModule", "partial_tree", "stage_container"]
+__all__ = ["ModuleTree", "StageModule", "own_forward", "partial_tree", "stage_container"]
 
 
 class ModuleTree(nn.Module):
@@ -49,6 +50,15 @@ class StageModule(ModuleTree):
 
     def forward(self, *inputs: Any) -> Any:
         return self._run(self, *inputs)
+
+
+def own_forward(stage: nn.Module) -> Callable[..., Any]:
+    """What a stage computes, as a function whose code no other stage has.
+
+    `torch.compile` keeps at most eight versions of each code, for other sizes and modes. `forward` is one code for all
+    stages.
+    """
+    return MethodType(stage._run, stage) if isinstance(stage, StageModule) else stage
 
 
 def stage_container(graph: StageGraph, stages: Sequence[int]) -> ModuleTree:

@@ -26,10 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from syncline.data.partition import mix_seeds
 from syncline.errors import IncompatibleError
+from syncline.parallel.module_trees import own_forward
 from syncline.parallel.schedules import Action
 from syncline.parallel.stages import StageGraph
 
-__all__ = ["MicroBatch", "Recompute", "StageRunner", "check_split_backward"]
+__all__ = ["MicroBatch", "Recompute", "StageRunner", "check_split_backward", "stream_seed"]
 
 SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
 """A private module of torch: see `check_split_backward`."""
@@ -94,7 +95,7 @@ class StageRunner:
         self.update = update
         self._weights_for = weights_for
         self._calls: list[Callable[..., Any]] = [
-            torch.compile(stage.module) if compile else stage.module for stage in graph.stages
+            torch.compile(own_forward(stage.module)) if compile else stage.module for stage in graph.stages
         ]
         """What computes each stage."""
         self._kept: dict[tuple[int, int], _Activations] = {}
@@ -207,7 +208,7 @@ class StageRunner:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         before = [each.get_state() for each in generators]
-        seed = _stream_seed(self._step_seed, stage, micro_batch)
+        seed = stream_seed(self._step_seed, stage, micro_batch)
         try:
             for each in generators:
                 each.manual_seed(seed)
@@ -241,8 +242,9 @@ class StageRunner:
             kept.weight_groups = _WholeBackward(roots, seeds)
             kept.outputs = []
             return [None] * len(kept.leaves)
+        detachable = [_writable(each) if each._is_view() else each for each in roots]  # torch detaches them in place
         found, kept.weight_groups = _split_backward().stage_backward_input(
-            roots, seeds, kept.leaves, self._weights(action.stage)
+            detachable, seeds, kept.leaves, self._weights(action.stage)
         )
         kept.outputs = []
         return list(found)
@@ -261,10 +263,10 @@ class StageRunner:
                 version.grad = None  # another micro-batch may use the same version
 
 
-def _stream_seed(step_seed: int, stage: int, micro_batch: int) -> int:
+def stream_seed(step_seed: int, stage: int, micro_batch: int) -> int:
     """The seed of one forward: SplitMix64 of its number. `mix_seeds` would take as long as a small layer.
 
-    >>> len({_stream_seed(7, stage, number) for stage in range(40) for number in range(50)})
+    >>> len({stream_seed(7, stage, number) for stage in range(40) for number in range(50)})
     2000
     """
     mixed = (step_seed + (stage << 40) + micro_batch + 1) * 0x9E3779B97F4A7C15 % 2**64
@@ -274,7 +276,7 @@ def _stream_seed(step_seed: int, stage: int, micro_batch: int) -> int:
 
 
 class _Writable(torch.autograd.Function):
-    """The identity. Unlike a leaf, its result may be changed in place, as nn.ReLU(inplace=True) does."""
+    """The identity. Unlike a leaf or a view, its result may be changed in place, as nn.ReLU(inplace=True) does."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

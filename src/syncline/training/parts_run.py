@@ -184,15 +184,21 @@ class PartsRun(Run):
         if saved == self._layout and team is not None:
             self.teams.load_state_dict({**state, "shared": team})
             return
-        strategy, codec = self.team_run.strategy, self.team_run.communicator.codec
+        strategy, codec = self.team_run.strategy, self._codec
         if self._everyone.rank == 0 and (codec is not None or repr(strategy) != "allreduce"):
             logger.warning(
                 "the checkpoint is of other stages or workers: the model and the optimizer's state are loaded, and the "
                 "state of %r%s starts fresh",
                 strategy,
-                "" if codec is None else f" and of {codec!r}",
+                "" if codec is None else f" and of {codec}",
             )
         self.teams.restart(shared)
+
+    @property
+    def _codec(self) -> str | None:
+        """The codec of the teams. A team of one worker may have none."""
+        codec = self.team_run.communicator.codec
+        return None if codec is None else repr(codec)
 
     def _team_of_older_version(self, shared: Mapping[str, Any]) -> Any:
         return None

@@ -82,8 +82,9 @@ def pipeline(
       measured time with `example`, one input of the model, or a tuple of them; else by their numbers of parameters
     - the names of the modules with which stages 1, 2, … begin, such as ["blocks.4"] for two stages
     - a `StagePartition`, or the path of its file
+    - a function that takes the measured `ModelProfile` and returns a `StagePartition`; it needs `example`
     - "auto": with `example` PipeDream's partition for this network, which may replicate stages; else as many stages as
-      workers
+      workers, balanced by their numbers of parameters
 
     If there are more workers than stages, each stage has several, which `strategy` and `codec` synchronise as in
     `distribute`. `schedule` is "1f1b", "gpipe", "interleaved(chunks=2)", "zero_bubble", "zbv" or "pipedream".
@@ -165,6 +166,7 @@ def pipeline(
         compile=compile,
         made_values=made_values,
         initialize=initialize,
+        codec=None if coder is None else repr(coder),
         description=graph.describe(),
     )
     return _attach(
@@ -192,12 +194,11 @@ def _plan_layers(
     found = plan_mesh(model, specs, world.size, pipeline=len(replicas))
     check_division(strategy, world)
     check_optimizer_of_slices((optimizer,), found.tensors)
-    for division in found.divisions:
-        inside = next((cut for cut in cuts if cut.startswith(f"{division.name}.")), None)
+    for layer in found.divisions:
+        inside = next((cut for cut in cuts if cut.startswith(f"{layer.name}.")), None)
         if inside is not None:
             raise IncompatibleError(
-                f"the cut {inside} lies inside {division.name}, whose layers are divided together: cut before or after "
-                "it"
+                f"the cut {inside} lies inside {layer.name}, whose layers are divided together: cut before or after it"
             )
     return found if found.divisions else None
 
@@ -259,11 +260,13 @@ def _attach(
     saves = replica == 0 if groups.mesh is None else groups.mesh.position(world.rank)[1] == 0
     whole = WholeModel(model, optimizer, everyone, owners, mine, roots, rank, saves)
     divided, teams = None, None
+    # In teams of different sizes, a stage with one worker sends no gradients, so it encodes none.
+    encoded = codec if placement.replicas[rank] > 1 or not placement.unequal else None
     try:
         if plan is not None and groups.layers is not None:
             divided = plan.divide(model, optimizer, groups.layers, world, containers[rank])
         teams = attach_teams(
-            strategy, containers[rank], optimizer, divided, groups.data, world, algorithm, codec, settings
+            strategy, containers[rank], optimizer, divided, groups.data, world, algorithm, encoded, settings
         )
         run = PipelineRun(whole, graph, placement, teams, everyone, groups, containers[rank], loss_fn, options, divided)
     except BaseException:

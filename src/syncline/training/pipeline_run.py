@@ -89,6 +89,8 @@ class PipelineOptions:
     made_values: bool = False
     """Whether each worker makes the values of its own part, because the model is on the meta device."""
     initialize: Callable[[nn.Module], object] | None = None
+    codec: str | None = None
+    """The codec of the teams, for config.json: a team of one worker may have none."""
     description: Mapping[str, Any] = field(default_factory=dict)
     """The stages, for config.json: made while this worker still has the whole model."""
 
@@ -593,6 +595,7 @@ class PipelineRun(PartsRun):
         return {
             **self.team_run.config,
             **({} if self._divided is None else {"mesh": str(self.mesh)}),
+            "codec": self._options.codec,
             "pipeline": {
                 "schedule": repr(self._schedule),
                 "micro_batches": self._options.micro_batches,
@@ -697,6 +700,10 @@ class PipelineRun(PartsRun):
 
     def _take_progress(self, shared: Mapping[str, Any]) -> None:
         self._step = int(shared["next"] if "next" in shared else shared["steps"])
+
+    @property
+    def _codec(self) -> str | None:
+        return self._options.codec
 
     def _team_of_older_version(self, shared: Mapping[str, Any]) -> Any:
         return shared["teams"][self._rank] if "teams" in shared else None

@@ -20,6 +20,7 @@ from syncline.world import broadcast_object
 
 __all__ = [
     "AUTO",
+    "Partitioner",
     "Stages",
     "as_tuple",
     "measure_stages",
@@ -32,7 +33,9 @@ __all__ = [
 logger = logging.getLogger("syncline")
 
 AUTO = "auto"
-Stages = int | str | Sequence[str] | StagePartition | PathLike[str]
+Partitioner = Callable[[ModelProfile], StagePartition]
+"""A function that chooses the stages by the measured costs of the layers."""
+Stages = int | str | Sequence[str] | StagePartition | PathLike[str] | Partitioner
 
 
 def plan_stages(
@@ -43,6 +46,12 @@ def plan_stages(
     It refuses stages that do not fit, and a model that cannot be traced for a measurement.
     """
     stages, meta = open_partition(stages), has_meta_tensors(model)
+    if callable(stages) and (example is None or meta):
+        why = "example= is missing" if example is None else "a model on the meta device cannot be measured"
+        raise SpecError(
+            f"stages={stages!r} chooses by the measured costs of the layers, and {why}: give an example of the input "
+            "of a model that has values, or the file of a partition"
+        )
     if meta and stages == AUTO and example is not None:
         raise SpecError(
             'stages="auto" with an example measures the layers, and this model on the meta device has no values: '
@@ -56,6 +65,7 @@ def plan_stages(
     if isinstance(stages, StagePartition):
         return stages.cuts, replicas
     if not isinstance(stages, (int, str, PathLike)):
+        assert not callable(stages), "a function chooses the replicas too"
         return tuple(stages), replicas
     count = len(replicas) * schedule.stages_per_rank
     if count == 1:
@@ -72,6 +82,9 @@ def measure_stages(
 ) -> StagePartition:
     """The partition where a measurement decides. Every worker calls it; rank 0 measures and decides."""
     size, inputs = everyone.size, as_tuple(example)
+    if callable(stages):
+        partitioner = stages
+        return _decide(everyone, lambda: _ask(partitioner, _profile(model, inputs, 1)))
     if _chooses_replicas(stages, schedule, size):
         bandwidth = _bandwidth(everyone)
         return _decide(everyone, lambda: pipedream(_profile(model, inputs, 1), size, bandwidth, overlap=False))
@@ -82,7 +95,17 @@ def measure_stages(
 
 def _chooses_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> bool:
     """Whether a measurement, if there is an example, decides how many workers each stage has."""
-    return stages == AUTO and schedule.stages_per_rank == 1 and schedule.unequal_replicas and size > 1
+    return callable(stages) or (
+        stages == AUTO and schedule.stages_per_rank == 1 and schedule.unequal_replicas and size > 1
+    )
+
+
+def _ask(partitioner: Partitioner, profile: ModelProfile) -> StagePartition:
+    """The partition that a function of the user chooses."""
+    found = partitioner(profile)
+    if not isinstance(found, StagePartition):
+        raise SpecError(f"stages={partitioner!r} must return a StagePartition, not {type(found).__name__}")
+    return found
 
 
 def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> tuple[int, ...]:
@@ -92,8 +115,8 @@ def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> t
         return _replicas_of(stages, schedule, size)
     if isinstance(stages, bool) or not isinstance(stages, (int, str, Sequence)):
         raise SpecError(
-            "stages must be a number of stages, a list of module names, a partition or its file, or 'auto', not "
-            f"{stages!r}"
+            "stages must be a number of stages, a list of module names, a partition or its file, a function that makes "
+            f"a partition, or 'auto', not {stages!r}"
         )
     if not isinstance(stages, (int, str)):
         cuts = len(stages)
@@ -148,7 +171,7 @@ def _replicas_of(partition: StagePartition, schedule: PipelineSchedule, size: in
             f"the partition {partition} is for {partition.workers} workers with one stage each, and there are {size}, "
             f"with {schedule.stages_per_rank} each: change its replicas, or start {partition.workers} workers"
         )
-    if partition.layers or partition.placement:
+    if partition.layers or list(partition.placement) != sorted(partition.placement):
         raise SpecError(
             f"the partition {partition} has its own placement or branches that run side by side: remove 'layers' and "
             "'placement' from its file, so that stages follow each other"
@@ -177,15 +200,20 @@ def _decide(everyone: Communicator, choose: Callable[[], StagePartition]) -> Sta
     if everyone.rank == 0:
         try:
             found = choose()
-            chosen = {"cuts": list(found.cuts), "replicas": list(found.replicas), "text": found.describe()}
+            chosen = {name: list(getattr(found, name)) for name in ("cuts", "replicas", "placement", "layers")}
+            chosen["text"] = found.describe()
         except SynclineError as error:
             chosen = {"error": str(error)}
+        except Exception as error:  # the others wait for the answer
+            logger.exception("the stages could not be chosen")
+            chosen = {"error": f"the stages could not be chosen on rank 0: {type(error).__name__}: {error}"}
     shared: dict[str, Any] = broadcast_object(chosen, 0, group=everyone.group) if everyone.size > 1 else chosen
     if "error" in shared:
         raise SpecError(shared["error"])
     if everyone.rank == 0:
         logger.info("%s", shared["text"])
-    return StagePartition(tuple(shared["cuts"]), tuple(shared["replicas"]))
+    layers = tuple(tuple(names) for names in shared["layers"])
+    return StagePartition(tuple(shared["cuts"]), tuple(shared["replicas"]), tuple(shared["placement"]), layers)
 
 
 def _bandwidth(everyone: Communicator) -> float:

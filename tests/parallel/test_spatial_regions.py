@@ -160,7 +160,7 @@ def test_detach_makes_the_module_that_it_was() -> None:
     def work(world: World) -> Any:
         division = spatial_divisions(model, ["0"], size=world.size)[0]
         assert division.share(0, 2).slices == {}
-        division.attach(sl.parallel.team.Team(world.group()))
+        division.attach(sl.parallel.team.LayerTeam(world.group()))
         assert type(model[0]) is not nn.Conv2d
         assert isinstance(model[0], nn.Conv2d)
         division.detach()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.dense_head import HeadDivision, weird_trick_divisions
+from syncline.parallel.divided_head import HeadDivision, weird_trick_divisions
 from syncline.parallel.division import take_share
 from syncline.parallel.head_layout import CUTS, SCHEMES, Cut, HeadExchange, Scheme, choose_layout, rows_of_turns
 from syncline.parallel.team import LayerTeam

@@ -47,7 +47,7 @@ from syncline.bench.weird_trick_prediction import cnn_costs, predict_weird_trick
 from syncline.collectives.channel import barrier
 from syncline.costs import calibrate
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.dense_head import HeadDivision
+from syncline.parallel.divided_head import HeadDivision
 from syncline.parallel.division_specs import DivisionSpec, WeirdTrick
 from syncline.training.distribute import distribute
 from syncline.training.mesh import plan_mesh

@@ -1,6 +1,6 @@
 """What one weird trick sends and how long its step takes, beside pure data parallelism.
 
-The step of a worker is played with the ports of the network: the dense layers as `parallel/dense_head.py` computes
+The step of a worker is played with the ports of the network: the dense layers as `parallel/divided_head.py` computes
 them, then the backward of the convolutions with the all-reduce of their gradients::
 
     compute   │ convolutions │ dense, turn by turn, forward and backward │ convolutions, backward │ optimizer │
@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from syncline.bench.pipeline_prediction import PipelineCosts, predict_reduced_backward
 from syncline.errors import SpecError
-from syncline.parallel.dense_head import HeadDivision
+from syncline.parallel.divided_head import HeadDivision
 from syncline.parallel.head_layout import HeadExchange, HeadLayout, Scheme, rows_of_turns, unit_edges
 from syncline.parallel.partition import LayerCost
 from syncline.transports import Network

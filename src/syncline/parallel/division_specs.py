@@ -156,7 +156,7 @@ class WeirdTrick(DivisionSpec):
         return available if self.size is None else self.size
 
     def divisions(self, model: nn.Module, size: int) -> list[LayerDivision]:
-        from syncline.parallel.dense_head import weird_trick_divisions
+        from syncline.parallel.divided_head import weird_trick_divisions
 
         head = (self.head,) if isinstance(self.head, str) else self.head
         return list(weird_trick_divisions(model, head, self.scheme, size))

@@ -84,7 +84,8 @@ class ModelCase:
 
     def cuts_into(self, stages: int) -> tuple[str, ...]:
         """The modules with which stages 1, 2, … begin."""
-        return {1: (), 2: self.cuts[1:2], 4: self.cuts, 8: self.eight}[stages]
+        evenly = tuple(self.eight[place * 8 // stages - 1] for place in range(1, stages))
+        return {2: self.cuts[1:2], 4: self.cuts}.get(stages, evenly)
 
     def batch(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels."""

@@ -36,7 +36,7 @@ def main(scheme: str = "b", epochs: int = 6) -> None:
         for x, y in run.shard(loader):
             loss = f.cross_entropy(model(x.to(world.device)), y.to(world.device))
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
         model.eval()
         with torch.no_grad():  # all workers call the divided model, each with the same images

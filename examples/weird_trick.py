@@ -49,4 +49,4 @@ def main(scheme: str = "b", epochs: int = 6) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else "b")

@@ -1,4 +1,4 @@
-"""Run on each rank by test_cuda, and by hand on a machine with a GPU: pipelines on it.
+"""Run on each rank by test_cuda, and by hand on a machine with a GPU: pipelines and divided layers on it.
 
 The ranks may share one GPU. By hand, on two ranks: `syncline run -n 2 -m tests.parallel.cuda_script`.
 """
@@ -13,6 +13,7 @@ from torch import nn
 import syncline as sl
 from tests.parallel.models import MODELS, loss_of
 from tests.parallel.training import SCHEDULES, batch_on, compare, has_stages, train_alone, train_in_pipeline
+from tests.training.mesh_models import assert_trained, train_divided
 
 
 def with_all_schedules(world: sl.World) -> None:
@@ -49,11 +50,19 @@ def with_half_precision(world: sl.World) -> None:
         print("fine in half precision:", schedule)
 
 
+def with_divided_layers(world: sl.World) -> None:
+    """Divided models equal those of one process on the CPU."""
+    if world.size == 2:
+        assert_trained(train_divided(world))
+        print("fine with divided layers")
+
+
 def main() -> None:
     with sl.init(transport="torch_dist", timeout=60) as world:
         assert world.device.type == "cuda", world.device
         with_all_schedules(world)
         with_half_precision(world)
+        with_divided_layers(world)
         print("fine on", torch.cuda.get_device_name(), "rank", world.rank, "of", world.size)
 
 

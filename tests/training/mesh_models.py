@@ -110,7 +110,7 @@ def own_batch(world: World, step: int) -> tuple[Tensor, Tensor]:
     _, data, shared, _ = mesh.position(world.rank)
     own, count = data * mesh.shared + shared, mesh.data * mesh.shared
     x, y = batch_of(step)
-    return x[own::count], y[own::count]
+    return x[own::count].to(world.device), y[own::count].to(world.device)
 
 
 def train(
@@ -126,7 +126,7 @@ def train(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Some steps with `sl.distribute`; the whole model afterwards."""
-    model = make_model(name)
+    model = make_model(name).to(world.device)
     trainer = make_optimizer(model, optimizer)
     run: Any = sl.distribute(model, trainer, parallel=parallel, **options)
     if load is not None:
@@ -141,7 +141,7 @@ def train(
     if save is not None:
         sl.save(save, step=max(steps) + 1, run=run)
     run.close()
-    return {key: value.clone() for key, value in model.state_dict().items()}
+    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
 
 
 def _clip(model: nn.Module) -> Callable[[float], Tensor]:

@@ -231,6 +231,13 @@ def test_other_types_of_numbers(dtype: torch.dtype, tolerance: float) -> None:
         found: Tensor = divide(layer, world)[0](x)
         return found
 
+    def autocast(world: World) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = divide(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), world)[0](x.float())
+        torch.autograd.backward(found.float().sum())
+        return found
+
+    assert {found.dtype for found in sl.simulate(autocast, 2).results} == {torch.bfloat16}
     for found in sl.simulate(work, 3).results:
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

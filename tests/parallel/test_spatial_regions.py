@@ -254,7 +254,7 @@ def test_no_order_of_messages_deadlocks() -> None:
         for found in sl.simulate(work, 2 + seed % 3, network, seed=seed, chaos=True).results:
             compare(found, expected)
 
-    hunt_cases(check, seeds(12), "test_no_order_of_messages_deadlocks, seed {seed}")
+    hunt_cases(check, seeds(12, every=300), "test_no_order_of_messages_deadlocks, seed {seed}")
 
 
 class Calls(nn.Module):
@@ -299,6 +299,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "padding": (lambda x: functional.max_pool2d(x, 2, padding=2), "padding 2, which must be at most half"),
     "weight": (lambda x: functional.conv2d(torch.zeros(1, 2, 8, 8), x), "not as its first argument"),
     "unshuffle": (lambda x: functional.pixel_unshuffle(x[:, :, 1:], 2), "divisible by 2, not 7"),
+    "same": (
+        lambda x: functional.conv2d(x, torch.zeros(2, 2, 3, 3), stride=2, padding="same"),
+        "padding='same' and stride .2, 2. does not exist",
+    ),
     "output padding": (
         lambda x: functional.conv_transpose2d(x, torch.zeros(2, 2, 3, 3), output_padding=1),
         "output_padding 1",

@@ -113,6 +113,8 @@ def _convolve(
     place = _index(function, axis, count)
     strides, dilations = _each(stride, count), _each(dilation, count)
     totals = [each * (size - 1) for each, size in zip(dilations, weight.shape[2:], strict=True)]
+    if isinstance(padding, str) and (padding not in ("same", "valid") or (padding == "same" and max(strides) > 1)):
+        refuse(function, f"with padding={padding!r} and stride {strides} does not exist")
     if isinstance(padding, str):  # "same" has one more row after the image than before it if their sum is odd
         befores = [total // 2 if padding == "same" else 0 for total in totals]
         afters = [total - before if padding == "same" else 0 for total, before in zip(totals, befores, strict=True)]

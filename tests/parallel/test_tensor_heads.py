@@ -90,6 +90,20 @@ def test_attention_without_a_batch() -> None:
     check_training(make, {"attn": "heads"}, squares, numbers(3, 5, WIDTH), 2)
 
 
+def test_a_learned_mask_of_all_heads() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(WIDTH, HEADS)
+            self.mask, self.padding = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.attn(x, x, x, self.padding, False, self.mask)[0]
+            return output
+
+    check_training(seeded(Masked), {"attn": "heads"}, squares, numbers(3, 4, 2, WIDTH), 2)
+
+
 class Custom(nn.Module):
     """An attention module of a user, with fewer heads of keys than of queries."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -90,10 +91,15 @@ def divide_class(module: nn.Module, mixin: type, **attributes: Any) -> None:
     >>> layer(3), type(layer) is nn.Identity
     (3, True)
     """
-    before = type(module)
-    module.__class__ = type(f"{mixin.__name__}{before.__name__}", (mixin, before), {"_before": before})
+    module.__class__ = _divided_class(mixin, type(module))
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
+
+
+@cache
+def _divided_class(mixin: type, before: Any) -> Any:
+    """The same class for all layers of a kind, so that a compiled model compiles their forward once."""
+    return type(f"{mixin.__name__}{before.__name__}", (mixin, before), {"_before": before})
 
 
 def restore_class(module: nn.Module, *attributes: str) -> None:

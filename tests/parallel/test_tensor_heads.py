@@ -275,6 +275,23 @@ def test_dropout_of_heads_differs_and_that_of_whole_tensors_does_not() -> None:
     assert torch.equal(first[2], second[2])
 
 
+def test_whole_tensors_stay_equal_with_dropout() -> None:
+    """Also where the parts that are dropped have different lengths."""
+
+    def work(world: World) -> list[Tensor]:
+        model = seeded(lambda: nn.TransformerEncoderLayer(WIDTH, 2, 17, 0.5))()
+        divided = divide(world, nn.ModuleDict({"layer": model}), {"layer": "transformer"})
+        torch.manual_seed(8)
+        backward(model(model(numbers(1, 4, 2, WIDTH)[0])).square().sum())
+        assert divided.team.active
+        whole = [each.grad for name, each in model.named_parameters() if f"layer.{name}" not in divided.slices]
+        return [*(each for each in whole if each is not None), torch.rand(2)]
+
+    first, second = sl.simulate(work, 2).results
+    assert len(first) == 2 + 4 + 1  # biases of rows, two norms, and the next random numbers
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
 REFUSED: dict[str, tuple[nn.Module, Any, str]] = {
     "heads": (nn.MultiheadAttention(9, 3), "heads", r"0 has 3 heads.*over 2 workers: use 1 or 3"),
     "heads of keys": (Custom(key_heads=3), "heads", r"3 heads of keys and values.*over 2"),

@@ -91,7 +91,8 @@ def divide_class(module: nn.Module, mixin: type, **attributes: Any) -> None:
     >>> layer(3), type(layer) is nn.Identity
     (3, True)
     """
-    module.__class__ = _divided_class(mixin, type(module))
+    before: Any = type(module)
+    module.__class__ = _divided_class(mixin, before)
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
 

@@ -167,13 +167,14 @@ def test_what_follows_may_change_outputs_in_place() -> None:
         team = LayerTeam(world.group())
         found = []
         for dim in (0, 1):
-            for function in (
+            functions: list[Callable[[Tensor], Tensor]] = [
                 lambda x: sum_over_team(x, team),
                 lambda x: gather(x, team, dim),  # noqa: B023
                 lambda x: take_own_part(x, team, dim),  # noqa: B023
                 lambda x: reduce_own_part(x, team, dim),  # noqa: B023
                 lambda x: gather_and_reduce(x, team, dim, 8),  # noqa: B023
-            ):
+            ]
+            for function in functions:
                 x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
                 output: Tensor = function(x * 1)  # type: ignore[no-untyped-call]
                 assert output.is_contiguous()

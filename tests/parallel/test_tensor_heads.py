@@ -90,6 +90,20 @@ def test_attention_without_a_batch() -> None:
     check_training(make, {"attn": "heads"}, squares, numbers(3, 5, WIDTH), 2)
 
 
+def test_a_learned_mask_of_all_heads() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(WIDTH, HEADS)
+            self.mask, self.padding = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.attn(x, x, x, self.padding, False, self.mask)[0]
+            return output
+
+    check_training(seeded(Masked), {"attn": "heads"}, squares, numbers(3, 4, 2, WIDTH), 2)
+
+
 class Custom(nn.Module):
     """An attention module of a user, with fewer heads of keys than of queries."""
 
@@ -259,6 +273,23 @@ def test_dropout_of_heads_differs_and_that_of_whole_tensors_does_not() -> None:
     assert not torch.equal(first[0][0, 0], first[0][0, 1])  # heads of different workers
     assert torch.equal(first[1], second[1])
     assert torch.equal(first[2], second[2])
+
+
+def test_whole_tensors_stay_equal_with_dropout() -> None:
+    """Also where the parts that are dropped have different lengths."""
+
+    def work(world: World) -> list[Tensor]:
+        model = seeded(lambda: nn.TransformerEncoderLayer(WIDTH, 2, 17, 0.5))()
+        divided = divide(world, nn.ModuleDict({"layer": model}), {"layer": "transformer"})
+        torch.manual_seed(8)
+        backward(model(model(numbers(1, 4, 2, WIDTH)[0])).square().sum())
+        assert divided.team.active
+        whole = [each.grad for name, each in model.named_parameters() if f"layer.{name}" not in divided.slices]
+        return [*(each for each in whole if each is not None), torch.rand(2)]
+
+    first, second = sl.simulate(work, 2).results
+    assert len(first) == 2 + 4 + 1  # biases of rows, two norms, and the next random numbers
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
 
 
 REFUSED: dict[str, tuple[nn.Module, Any, str]] = {

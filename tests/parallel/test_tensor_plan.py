@@ -33,6 +33,13 @@ def test_patterns_match_part_by_part() -> None:
     assert names({"blocks.*.norm": "whole", "embed": "vocabulary"}) == ["embed"]
 
 
+def test_stars_do_not_match_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert names({"*": "columns+gather"}, model) == ["0", "1"]
+    assert names({"": "columns+gather"}, nn.Linear(2, 2)) == [""]
+    assert names({"": "heads"}, nn.MultiheadAttention(4, 2)) == [""]
+
+
 def test_a_role_may_be_given_twice_alike() -> None:
     assert names({"blocks.*.up": "columns", "blocks.0.up": "columns"}) == ["blocks.0.up", "blocks.1.up"]
 
@@ -58,6 +65,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no role": ({"embed": 3}, "role of embed is 3"),
     "empty": ({}, "the plan is empty"),
     "no mapping": (["columns"], "a plan is a dict"),
+    "inside": (
+        {"blocks.*": "split", "blocks.0.up": "columns"},
+        "two roles divide blocks.0.up: its own, and that of blocks.0",
+    ),
     "around": ({"blocks.*": Heads(("up",), "down", 2), "blocks.0.up": "columns"}, "two roles divide blocks.0.up"),
 }
 
@@ -116,6 +127,8 @@ def test_the_default_divides_known_layers() -> None:
     transformer = nn.Transformer(4, 2, 1, 1, 8, batch_first=True)
     assert default_plan(transformer).roles == {"encoder.layers.0": "transformer", "decoder.layers.0": "transformer"}
     assert default_plan(nn.Sequential(nn.MultiheadAttention(4, 2))).roles == {"0": "heads"}
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    assert len(plan_divisions(layer, default_plan(layer), 2)) == 5
     with pytest.raises(SpecError, match="no plan was given, and Model has neither an attribute tensor_plan"):
         default_plan(Model())
 

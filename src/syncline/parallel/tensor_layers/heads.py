@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError, SpecError, SynclineError
 from syncline.model_parts import DimensionSlice
 from syncline.parallel.division import LayerDivision, Share, divide_class, restore_class
-from syncline.parallel.team import LayerTeam, gather, sum_over_team, take_own_part
+from syncline.parallel.team import LayerTeam, copy_to_team, gather, sum_over_team, take_own_part
 from syncline.parallel.tensor_layers.linear import (
     ColumnsDivision,
     InputCopies,
@@ -43,6 +44,7 @@ __all__ = [
     "HeadsDivision",
     "MultiheadAttentionHeads",
     "attention_divisions",
+    "join_names",
     "recognise_heads",
 ]
 
@@ -76,6 +78,8 @@ class Heads:
     """The same for the heads of keys and values, if there are fewer of them."""
     interleaved: bool = False
     """Whether one layer for q, k and v has (heads, 3, features of a head) outputs."""
+    sequence: bool = False
+    """Whether input and output are parts of the sequence, as with "sequence+heads+sequence"."""
 
 
 def recognise_heads(name: str, module: nn.Module) -> Heads:
@@ -107,14 +111,20 @@ class AttentionHeads:
             try:
                 return super().forward(*inputs, **options)  # type: ignore[misc]
             except RuntimeError as error:
-                text = str(error)
-                if self.tensor_team.active and ("shape" in text or "size" in text):
+                text, foreign = str(error), not isinstance(error, SynclineError | torch.OutOfMemoryError)
+                if foreign and self.tensor_team.active and ("shape" in text or "size" in text):
                     raise IncompatibleError(
                         f"{self.tensor_division.name} computes with this worker's heads, and a shape does not fit: "
                         f"{text}. Its forward must take the number of features from its layers' outputs, or write -1 "
                         "instead of the width of the model"
                     ) from error
                 raise
+
+
+@cache
+def _with_counts(names: tuple[str, ...]) -> type:
+    """The class of attention modules with these counts of heads."""
+    return type("AttentionHeads", (AttentionHeads,), {name: _count_property(name) for name in names})
 
 
 def _count_property(name: str) -> property:
@@ -160,9 +170,8 @@ class HeadsDivision(LayerDivision):
         return Share()
 
     def attach(self, team: LayerTeam) -> None:
-        counts = [each for each in (self.heads.count, self.heads.key_count) if isinstance(each, str)]
-        mixin = type("AttentionHeads", (AttentionHeads,), {name: _count_property(name) for name in counts})
-        divide_class(self.module, mixin, tensor_team=team, tensor_division=self)
+        counts = tuple(each for each in (self.heads.count, self.heads.key_count) if isinstance(each, str))
+        divide_class(self.module, _with_counts(counts), tensor_team=team, tensor_division=self)
 
     def detach(self) -> None:
         restore_class(self.module, "tensor_team", "tensor_division")
@@ -183,12 +192,17 @@ def attention_divisions(
     found: list[LayerDivision] = [whole]
     for each in heads.inputs:
         layer = layers[each]
-        blocks, unit = _blocks(f"{name}.{each}", layer.out_features, whole, features)
-        columns = ColumnsDivision(f"{name}.{each}", layer, sequence_dim=sequence_in, blocks=blocks, unit=unit)
+        blocks, unit = _blocks(join_names(name, each), layer.out_features, whole, features)
+        columns = ColumnsDivision(join_names(name, each), layer, sequence_dim=sequence_in, blocks=blocks, unit=unit)
         columns.copies = whole.copies
         found.append(columns)
-    found.append(RowsDivision(f"{name}.{heads.output}", output, sequence_dim=sequence_out, unit=features))
+    found.append(RowsDivision(join_names(name, heads.output), output, sequence_dim=sequence_out, unit=features))
     return found
+
+
+def join_names(name: str, child: str) -> str:
+    """The name of a child of a module. The model itself has the name ""."""
+    return f"{name}.{child}" if name else child
 
 
 def _linear(name: str, module: nn.Module, path: str) -> nn.Linear:
@@ -198,7 +212,7 @@ def _linear(name: str, module: nn.Module, path: str) -> nn.Linear:
         known = ", ".join(repr(each) for each, _ in module.named_children())
         raise SpecError(f"{name} has no layer {path!r}; its layers: {known}") from None
     if not isinstance(layer, nn.Linear):
-        raise IncompatibleError(f"{name}.{path} is a {type(layer).__name__}: heads need linear layers")
+        raise IncompatibleError(f"{join_names(name, path)} is a {type(layer).__name__}: heads need linear layers")
     return layer
 
 
@@ -311,8 +325,10 @@ def _merge_masks(
         merged = _additive(attn_mask, dtype)
         if merged.dim() == 3:
             merged = take_own_part(merged.view(-1, layer.num_heads, *length), team, 1)
+        else:
+            merged = copy_to_team(merged, team)  # its gradient is the sum over all heads
     if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, dtype).view(-1, 1, 1, length[1])
+        padding = copy_to_team(_additive(key_padding_mask, dtype), team).view(-1, 1, 1, length[1])
         merged = padding if merged is None else merged + padding
     return merged, False
 

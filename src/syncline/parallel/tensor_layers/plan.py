@@ -33,7 +33,14 @@ from syncline.parallel.tensor_layers.convolution import (
     InputChannelsDivision,
     OutputChannelsDivision,
 )
-from syncline.parallel.tensor_layers.heads import AttentionHeadsDivision, Heads, attention_divisions, recognise_heads
+from syncline.parallel.tensor_layers.heads import (
+    AttentionHeadsDivision,
+    Heads,
+    HeadsDivision,
+    attention_divisions,
+    join_names,
+    recognise_heads,
+)
 from syncline.parallel.tensor_layers.linear import ColumnsDivision, RowsDivision, SharedInputDivision
 from syncline.parallel.tensor_layers.sequence import PartDivision
 from syncline.parallel.tensor_layers.vocabulary import VocabularyDivision
@@ -105,7 +112,7 @@ def default_plan(model: nn.Module) -> TensorPlan:
         return _as_plan(own)
     roles: dict[str, Role] = {}
     for name, module in model.named_modules():
-        inside = any(name == outer or name.startswith(f"{outer}.") for outer in roles)
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in roles)
         if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             roles[name] = "transformer"
         elif isinstance(module, nn.MultiheadAttention) and not inside:
@@ -139,6 +146,7 @@ def plan_divisions(model: nn.Module, plan: TensorPlan | Mapping[str, Role], size
             divisions[each.name] = each
     for each in divisions.values():
         each.check(size)
+    _check_nested(divisions)
     _check_rest_of_attention(divisions, roles)
     for parent in _shared_inputs(modules, divisions):
         divisions[parent.name] = parent
@@ -188,6 +196,8 @@ def _also(first: str, name: str) -> str:
 def _matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name, part by part."""
     parts, names = pattern.split("."), name.split(".")
+    if not name:
+        return not pattern  # the model itself
     return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
 
 
@@ -201,7 +211,8 @@ def _nearest(pattern: str, names: list[str]) -> str:
 def _divide(name: str, module: nn.Module, role: Role, sequence_dim: int) -> list[LayerDivision]:
     """The divisions of one module."""
     if isinstance(role, Heads):
-        return attention_divisions(name, module, role)
+        dim = sequence_dim if role.sequence else None
+        return attention_divisions(name, module, role, sequence_in=dim, sequence_out=dim)
     kind, before, after = _read(name, role)
     if not isinstance(module, KINDS[kind].types):
         types = " or a ".join(each.__name__ for each in KINDS[kind].types)
@@ -223,7 +234,7 @@ def _divide(name: str, module: nn.Module, role: Role, sequence_dim: int) -> list
             division
             for child, each in TRANSFORMER.items()
             if hasattr(module, child)
-            for division in _divide(f"{name}.{child}" if name else child, getattr(module, child), each, sequence_dim)
+            for division in _divide(join_names(name, child), getattr(module, child), each, sequence_dim)
         ]
     make: dict[str, Callable[[], LayerDivision]] = {
         "columns": lambda: ColumnsDivision(name, module, gathers=after == "gather", sequence_dim=sequence_in),
@@ -280,7 +291,7 @@ def _check_own_forward(name: str, module: nn.Module, types: tuple[type[nn.Module
     """Refuse a subclass that computes something else, and one that has a shape of its own later."""
     base = next(each for each in types if isinstance(module, each))
     kind: Any = type(module)
-    if kind.forward is not base.forward and base is not nn.GroupNorm and base.__name__[:9] != "BatchNorm":
+    if kind.forward is not base.forward:
         raise IncompatibleError(
             f"{name} is a {kind.__name__} with a forward of its own: the role {role!r} divides {base.__name__} itself"
         )
@@ -290,14 +301,25 @@ def _check_own_forward(name: str, module: nn.Module, types: tuple[type[nn.Module
         )
 
 
+def _check_nested(divisions: Mapping[str, LayerDivision]) -> None:
+    """Refuse the division of a module inside another that is divided as one."""
+    for outer, division in divisions.items():
+        if isinstance(division, HeadsDivision):
+            continue
+        for inner in divisions:
+            if inner.startswith(f"{outer}.") or (inner and not outer):
+                raise SpecError(
+                    f"two roles divide {inner}: its own, and that of {outer or 'the model'} around it; "
+                    "remove one of them"
+                )
+
+
 def _check_rest_of_attention(divisions: Mapping[str, LayerDivision], roles: Mapping[str, tuple[str, Role]]) -> None:
     """Refuse parameters inside an attention module of which nobody says whether they compute on divided heads."""
-    from syncline.parallel.tensor_layers.heads import HeadsDivision
-
     for division in [each for each in divisions.values() if isinstance(each, HeadsDivision)]:
         known = [each for each in (*divisions, *roles) if each != division.name]
         for path, _ in division.module.named_parameters(remove_duplicate=False):
-            name = f"{division.name}.{path}"
+            name = join_names(division.name, path)
             if not any(name.startswith(f"{each}.") for each in known):
                 owner = name.rpartition(".")[0]
                 advice = (
@@ -328,7 +350,7 @@ def _shared_inputs(
 def _check_shared_weights(model: nn.Module, divisions: Mapping[str, LayerDivision], size: int) -> None:
     """Refuse a parameter of several layers that are not divided alike."""
     cuts: dict[str, DimensionSlice] = {
-        f"{name}.{tensor}" if name else tensor: cut
+        join_names(name, tensor): cut
         for name, division in divisions.items()
         for tensor, cut in division.share(0, size).slices.items()
     }
@@ -338,7 +360,7 @@ def _check_shared_weights(model: nn.Module, divisions: Mapping[str, LayerDivisio
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, tensor = name.rpartition(".")
         alias = divided_modules.get(owners[owner])  # a module with two names is divided by its first one
-        cut = cuts.get(name, None if alias is None else cuts.get(f"{alias}.{tensor}" if alias else tensor))
+        cut = cuts.get(name, None if alias is None else cuts.get(join_names(alias, tensor)))
         other, other_cut = found.setdefault(id(parameter), (name, cut))
         if cut != other_cut:
             raise IncompatibleError(

@@ -68,7 +68,7 @@ def _naming_stages(
         try:
             return method(run, *args, **options)
         except PeerLostError as error:
-            found = run.with_stages(error)
+            found = run._with_stages(error)
             if found is error:
                 raise
             raise found from error
@@ -554,7 +554,7 @@ class PipelineRun(PartsRun):
 
     # Lost ranks.
 
-    def with_stages(self, error: PeerLostError) -> PeerLostError:
+    def _with_stages(self, error: PeerLostError) -> PeerLostError:
         """An error about a lost rank that says too which stages that rank computes, and how far this rank is."""
         if error is self._loss_of_rank:  # of a method that this one has called
             return error

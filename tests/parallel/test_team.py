@@ -176,7 +176,7 @@ def test_what_follows_may_change_outputs_in_place() -> None:
             ]
             for function in functions:
                 x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-                output: Tensor = function(x * 1)  # type: ignore[no-untyped-call]
+                output: Tensor = function(x * 1)
                 assert output.is_contiguous()
                 torch.autograd.backward(torch.relu_(output).sum())
                 assert x.grad is not None

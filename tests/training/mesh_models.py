@@ -177,9 +177,9 @@ DIVIDED: dict[str, Any] = {
 """A division of each model over two workers."""
 
 
-def train_divided(world: World) -> list[dict[str, Tensor]]:
+def train_divided(world: World, algorithm: str = "auto") -> list[dict[str, Tensor]]:
     """Every model divided over two workers."""
-    return [train(world, name, parallel, range(2)) for name, parallel in DIVIDED.items()]
+    return [train(world, name, parallel, range(2), algorithm=algorithm) for name, parallel in DIVIDED.items()]
 
 
 def assert_trained(found: list[dict[str, Tensor]]) -> None:

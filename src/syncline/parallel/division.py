@@ -102,7 +102,25 @@ def divide_class(module: nn.Module, mixin: type, **attributes: Any) -> None:
 @cache
 def _divided_class(mixin: type, before: Any) -> Any:
     """The same class for all layers of a kind, so that a compiled model compiles their forward once."""
-    return type(f"{mixin.__name__}{before.__name__}", (mixin, before), {"_before": before})
+    members: dict[str, Any] = {"_before": before, "__reduce_ex__": _reduce_whole}
+    if not hasattr(before, "__deepcopy__"):
+        members["__deepcopy__"] = _copy_divided
+    return type(f"{mixin.__name__}{before.__name__}", (mixin, before), members)
+
+
+def _copy_divided(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy that computes with the team too: `copy.deepcopy` would use `__reduce_ex__`."""
+    copied = type(module).__new__(type(module))
+    memo[id(module)] = copied
+    copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return copied
+
+
+def _reduce_whole(module: nn.Module, protocol: Any) -> Any:
+    """A pickled module is one of its own class: the other class exists in this process only."""
+    reduced: Any = object.__reduce_ex__(module, 2)
+    make = copyreg._reconstructor  # type: ignore[attr-defined]  # of Python itself, as in older pickles
+    return (make, (vars(type(module))["_before"], object, None), *reduced[2:])
 
 
 def restore_class(module: nn.Module, *attributes: str) -> None:

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Function
 
-from syncline.collectives import NATIVE, build, channel
+from syncline.collectives import AUTO, NATIVE, build, channel
 from syncline.collectives.executor import chunk_edges
 from syncline.reduction import Stats
-from syncline.transports import Handle, Op
+from syncline.transports import Handle, NativeCollectives, Op
 from syncline.world import Group, broadcast_from
 from syncline.world.arrays import widen
 from syncline.world.functional import compare_calls
@@ -51,8 +51,10 @@ __all__ = [
 class LayerTeam:
     """The workers that divide one layer, or all layers of a kind. A copy of a model shares the team of the original."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, algorithm: str = NATIVE) -> None:
+        """`algorithm`: of sums, as in `distribute`. All collectives are the engine's own if it is "native" or "auto"."""
         self.group = group
+        self._algorithm = NATIVE if algorithm == AUTO else algorithm
         self.rank, self.size = (group.rank, group.size) if group.member else (0, 1)
         self.divided = True
         """False while every worker has the whole model: layers then compute without the others."""
@@ -70,6 +72,12 @@ class LayerTeam:
         """Whether layers are divided at the moment."""
         return self.divided and self.size > 1
 
+    @property
+    def _native(self) -> NativeCollectives | None:
+        """The engine's own collectives, if they are to be used."""
+        native = self.group.transport.native
+        return native if native.available and self._algorithm == NATIVE else None
+
     def reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
         """The sum, maximum, … over the team, as a new tensor."""
         if self.size == 1:
@@ -77,11 +85,11 @@ class LayerTeam:
         wide, narrow = widen(x, op)
 
         def work() -> None:
-            native = self.group.transport.native
-            if native.reduces(wide.dtype, op):
+            native = self._native
+            if native is not None and native.reduces(wide.dtype, op):
                 native.allreduce(wide, op).wait()
             else:
-                channel.allreduce(self.group.channel, wide, op, build("allreduce", NATIVE))
+                channel.allreduce(self.group.channel, wide, op, build("allreduce", self._algorithm))
 
         self._run("allreduce", f"{x.dtype}{list(x.shape)}, {op}", x.numel() * x.element_size(), work)
         return narrow(wide)
@@ -95,8 +103,8 @@ class LayerTeam:
         output = own.new_empty(sum(lengths), *own.shape[1:])
 
         def work() -> None:
-            native = self.group.transport.native
-            if native.available and len(set(lengths)) == 1 and own.numel():
+            native = self._native
+            if native is not None and len(set(lengths)) == 1 and own.numel():
                 native.allgather(output.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)).wait()
                 return
             parts = dict(enumerate(torch.split(output, lengths)))
@@ -115,8 +123,9 @@ class LayerTeam:
         parts: list[Tensor] = []
 
         def work() -> None:
-            native = self.group.transport.native
-            if wide.shape[0] % self.size == 0 and wide.numel() and native.reduces(wide.dtype, "sum"):
+            native = self._native
+            even = wide.shape[0] % self.size == 0 and wide.numel() > 0
+            if native is not None and even and native.reduces(wide.dtype, "sum"):
                 part = wide.new_empty(wide.shape[0] // self.size, *wide.shape[1:])
                 native.reduce_scatter(part, wide, "sum").wait()
                 parts.append(part)
@@ -142,9 +151,9 @@ class LayerTeam:
         output = own.new_empty(sum(receive), *own.shape[1:])
 
         def work() -> None:
-            native = self.group.transport.native
+            native = self._native
             row_bytes = row_size(own)
-            if native.available and row_bytes:
+            if native is not None and row_bytes:
                 native.alltoall(
                     output.view(-1).view(torch.uint8),
                     own.view(-1).view(torch.uint8),
@@ -186,6 +195,7 @@ class LayerTeam:
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int = 0
     ) -> PendingSwap:
         """Start a swap. Its tensors must not be used before `wait` of the result has returned."""
+        self._enter()
         transport = self.group.transport
         bodies = [(to, tensor.contiguous()) for to, tensor in sends]
         handles: list[Handle] = [transport.recv(buffer, source, tag, exact=True) for source, buffer in receives]
@@ -208,10 +218,9 @@ class LayerTeam:
     def _run(self, kind: str, call: str, nbytes: int, work: Callable[[], None], wire_bytes: int | None = None) -> None:
         """Run a collective, and count it. `call` describes it, the same on every worker; empty: they do different
         things. `wire_bytes`: if a codec has encoded the `nbytes`."""
+        self._enter()
         self.calls[kind] += 1
         self.sent_bytes += nbytes
-        if self.in_backward is not None and torch._C._current_graph_task_id() != -1:
-            self.in_backward()
         if call:
             compare_calls(self.group, f"{kind}({call})")
         now = self.group.world.runtime.now
@@ -220,6 +229,11 @@ class LayerTeam:
         if self.stats is not None:
             self.stats.forwarded(nbytes, wire_bytes)
             self.stats.waited(start, now(), "waits for the workers that divide a layer")
+
+    def _enter(self) -> None:
+        """Called first in every collective."""
+        if self.in_backward is not None and torch._C._current_graph_task_id() != -1:
+            self.in_backward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerTeam:
         """The same team."""

@@ -190,7 +190,7 @@ def _divide(
     from syncline.training.team_runs import attach_teams
 
     world, optimizer = everyone.world, optimizers[0]
-    groups = MeshGroups.make(world, plan)
+    groups = MeshGroups.make(world, plan, algorithm)
     divided = plan.divide(model, optimizer, groups, world)
     assert divided is not None, "there are divisions"
     teams = None

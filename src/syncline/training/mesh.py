@@ -75,12 +75,12 @@ class MeshGroups:
     """The workers of a pipeline; this worker alone without one."""
 
     @classmethod
-    def make(cls, world: World, plan: DivisionPlan) -> MeshGroups:
+    def make(cls, world: World, plan: DivisionPlan, algorithm: str) -> MeshGroups:
         """Every worker calls it."""
         mesh = plan.mesh
         data = make_data_groups(world, mesh, plan.kinds)
         teams = {
-            axis: LayerTeam(_own(world, mesh.teams(axis)))
+            axis: LayerTeam(_own(world, mesh.teams(axis)), algorithm)
             for axis in ("tensor", "shared")
             if any(division.axis == axis for division in plan.divisions)
         }

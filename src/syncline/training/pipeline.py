@@ -247,7 +247,7 @@ def _attach(
     rank, replica = placement.position(world.rank)
     containers = [stage_container(graph, placement.stages_of(each)) for each in range(placement.ranks)]
     owners = _owners(model, containers)
-    groups = _make_groups(world, placement, plan)
+    groups = _make_groups(world, placement, plan, algorithm)
     mine = {id(each) for each in (*containers[rank].parameters(), *containers[rank].buffers())}
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine |= {id(each) for name, each in tensors if name in graph.unused}
@@ -285,7 +285,9 @@ def _attach(
     return run
 
 
-def _make_groups(world: World, placement: PipelinePlacement, plan: DivisionPlan | None) -> PipelineGroups:
+def _make_groups(
+    world: World, placement: PipelinePlacement, plan: DivisionPlan | None, algorithm: str
+) -> PipelineGroups:
     """This worker's groups. Every worker makes all of them, in the same order."""
     rank, replica = placement.position(world.rank)
     if plan is None:
@@ -296,7 +298,7 @@ def _make_groups(world: World, placement: PipelinePlacement, plan: DivisionPlan 
         mesh = None if placement.unequal else Mesh(pipeline=placement.ranks, data=placement.replicas[0])
         seed = 0 if placement.unequal else replica
         return PipelineGroups(teams[rank], {"whole": teams[rank]}, own, own, seed, mesh)
-    layers = MeshGroups.make(world, plan)
+    layers = MeshGroups.make(world, plan, algorithm)
     stages = [world.group(placement.team(each)) for each in range(placement.ranks)]
     _, data, shared, _ = plan.mesh.position(world.rank)
     seed = data * plan.mesh.shared + shared

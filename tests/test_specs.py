@@ -25,6 +25,7 @@ from syncline.server.rules import RULES, build_rule
 from syncline.specs import MAX_SPEC_CHARS, Registry, Spec, nearest, parse
 from syncline.strategies import OTHER_NAMES as STRATEGIES_OTHER_NAMES
 from syncline.strategies import build_strategy, strategy_names
+from syncline.training.parallel_spec import read_parallel
 from syncline.workloads import OTHER_NAMES as WORKLOADS_OTHER_NAMES
 from syncline.workloads import build as build_workload
 
@@ -349,6 +350,21 @@ def test_names_of_the_field_lead_to_ours(spec: str, meant: str) -> None:
 def test_sharded_models_are_refused_in_words() -> None:
     with pytest.raises(SpecError, match="unknown strategy 'fsdp'; no strategy splits a model"):
         build_strategy("fsdp")
+
+
+@pytest.mark.parametrize("name", ["tensor(2)", "Tensor-Parallel", "experts(2)", "weird_trick", "spatial('0', 2)"])
+def test_divided_layers_are_no_strategy(name: str) -> None:
+    with pytest.raises(SpecError, match="not divided by a strategy: write parallel="):
+        build_strategy(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("Tensor(2)", "tensor"), ("Pipeline(2)", "pipeline"), ("Experts(2)", "experts"), ("Weird-Trick", "weird_trick")],
+)
+def test_names_of_divisions_lead_to_ours(text: str, meant: str) -> None:
+    with pytest.raises(SpecError, match=f"did you mean '{meant}'"):
+        read_parallel(text)
 
 
 @pytest.mark.parametrize(

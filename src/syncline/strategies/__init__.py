@@ -58,7 +58,12 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     *(Local, AdaComm, DiLoCo, EASGD, Gossip, OneSided, Average, Ensemble),
 )
 
-WHOLE_MODEL = "no strategy splits a model: sl.pipeline(…) splits it into stages, and nothing splits a layer."
+WHOLE_MODEL = (
+    "no strategy splits a model: sl.pipeline(…) splits it into stages, and sl.distribute(…, parallel=…) divides layers."
+)
+DIVISION = (
+    'layers are not divided by a strategy: write parallel=sl.parallel.tensor(plan, size=2), or parallel="experts(2)".'
+)
 PIPELINE = 'a pipeline is no strategy: call sl.pipeline(…), or write parallel="pipeline(2) x allreduce".'
 OTHER_NAMES = {
     **dict.fromkeys(("ddp", "distributeddataparallel", "dataparallel", "dp", "horovod"), "allreduce"),
@@ -77,7 +82,10 @@ OTHER_NAMES = {
     "adpsgd": "gossip(pairwise=True)",
     **dict.fromkeys(("rma", "onesidedsgd"), "onesided"),
     **dict.fromkeys(("fsdp", "fullyshardeddataparallel", "zero", "zero1", "zero2", "zero3", "deepspeed"), WHOLE_MODEL),
-    **dict.fromkeys(("tensorparallel", "modelparallel"), WHOLE_MODEL),
+    "modelparallel": WHOLE_MODEL,
+    **dict.fromkeys(
+        ("tp", "tensor", "tensorparallel", "megatron", "spatial", "experts", "moe", "weirdtrick"), DIVISION
+    ),
     **dict.fromkeys(("pp", "pipeline", "pipelineparallel", "gpipe", "1f1b", "pipedream"), PIPELINE),
 }
 """Names from papers and other libraries, and the specs that an error message suggests for them."""

@@ -65,10 +65,11 @@ for _name, _kind in (
 _NAMES = ("pipeline", "tensor", "spatial", "experts", "weird_trick")
 _OTHER_NAMES = {
     **OTHER_NAMES,
-    **dict.fromkeys(("pp", "pipelineparallel", "gpipe", "1f1b", "pipedream"), "pipeline"),
-    **dict.fromkeys(("tp", "tensorparallel", "megatron", "columns", "rows"), "tensor"),
-    **dict.fromkeys(("ep", "moe", "expert", "expertparallel"), "experts"),
-    **dict.fromkeys(("owt", "oneweirdtrick", "hybrid"), "weird_trick"),
+    **dict.fromkeys(("pp", "pipeline", "pipelineparallel", "gpipe", "1f1b", "pipedream"), "pipeline"),
+    **dict.fromkeys(("tp", "tensor", "tensorparallel", "megatron", "columns", "rows"), "tensor"),
+    **dict.fromkeys(("ep", "moe", "expert", "experts", "expertparallel"), "experts"),
+    **dict.fromkeys(("owt", "weirdtrick", "oneweirdtrick", "hybrid"), "weird_trick"),
+    "spatial": "spatial",
 }
 
 

@@ -35,6 +35,7 @@ def test_example(arguments: list[str], says: str) -> None:
         (["train.py"], "2 workers: 3"),
         (["pipeline.py"], "with 2 stages"),
         (["experts.py", "--steps", "10"], "2 workers: "),
+        (["weird_trick.py", "c"], "with scheme c on 2 workers"),
         (["sparse_logistic.py", "--steps", "20", "--files", "70"], "balanced test accuracy 0."),
         (["topics.py", "--sweeps", "2", "--words", "20", "--files", "30"], "every one is counted once"),
         (["harness_cost.py", "--workload", "digits", "--steps", "5", "--repeats", "1"], "the race's"),

@@ -162,6 +162,7 @@ class PipelineRun(PartsRun):
             gradients_complete=self._stage_complete,
             update=self._update_after,
             weights_for=self._weights_for,
+            share=self._share_of_loss,
         )
         transport = everyone.group.transport
         self.executor = PipelineExecutor(graph, placement, transport, self._runner, self.world.device)
@@ -460,6 +461,10 @@ class PipelineRun(PartsRun):
             for number, leaf in enumerate(leaves)
         ]
         return replace(data, target=tree_unflatten(found, form))
+
+    def _share_of_loss(self, stage: int, micro_batch: int) -> float:
+        """The weight of a loss that a stage adds itself."""
+        return self._data[micro_batch].share * self.placement.gradient_factor(self.placement.stages - 1, stage)
 
     def _send_targets(self, first: int, total: int) -> None:
         last = self.placement.stages - 1

@@ -637,8 +637,10 @@ class Elastic:
     def enter(self, world: World, place: DataPlace) -> bool:
         """In a newcomer: wait for a team that admits this process at its place in the data, and receive the state.
 
-        Returns False if the others have passed that place.
+        Returns False if the others have passed that place, or after a wait that came too late are too near to it.
         """
+        if self._has_passed(place, self._lead_epochs):
+            return False
         self.formation.ask_to_join(place)
         self._inside = True
         try:
@@ -710,10 +712,9 @@ class Elastic:
                 return None if found is None else DataPlace(*found)
         return None
 
-    def _has_passed(self, place: DataPlace) -> bool:
+    def _has_passed(self, place: DataPlace, lead: int = 0) -> bool:
         """Whether the team reads other data, or an epoch that is later or too near. False while that is unknown."""
-        now, waiting = self.place_of_team(), self._inside
-        lead = 0 if waiting else self._lead_epochs
+        now = self.place_of_team()
         return now is not None and (now.reader != place.reader or now.epoch + lead > place.epoch)
 
     def _report_progress(self, world: World, step: int) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import syncline as sl
 from syncline.parallel import Experts
+from syncline.parallel.expert_layers import NoisyTopK
 from syncline.world import World
 
 SAMPLES = 12
@@ -19,13 +20,13 @@ SAMPLES = 12
 
 
 class ExpertNet(nn.Module):
-    """A layer of four experts between dense layers."""
+    """A layer of four experts between dense layers. Its balance loss has a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, balance: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
         expert = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8))
-        self.moe = Experts(expert, count=4, top=2, capacity=None)
+        self.moe = Experts(expert, count=4, top=2, capacity=None, gate=NoisyTopK(8, 4, 2, loss_weight=balance))
         self.head = nn.Linear(8, 3)
         self.moe.gate.eval()  # without noise, which differs between workers
 
@@ -77,7 +78,12 @@ class TransformerNet(nn.Module):
         return output
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"experts": ExpertNet, "cnn": make_cnn, "transformer": TransformerNet}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "experts": ExpertNet,
+    "balanced": lambda: ExpertNet(0.1),
+    "cnn": make_cnn,
+    "transformer": TransformerNet,
+}
 
 
 def make_model(name: str) -> Any:

@@ -15,7 +15,7 @@ import syncline as sl
 from syncline.errors import IncompatibleError
 from syncline.parallel.partition import StagePartition
 from syncline.world import World
-from tests.training.mesh_models import assert_equal, make_model, make_optimizer, own_batch, train, train_alone
+from tests.training.mesh_models import assert_equal, batch_of, make_model, make_optimizer, own_batch, train, train_alone
 
 TENSOR = sl.parallel.tensor(size=2)
 CUTS = {"transformer": ["blocks.1"], "experts": ["head"], "cnn": ["4"]}
@@ -74,6 +74,30 @@ def test_a_pipeline_of_divided_layers_trains_as_one_process_does(
     )
     for state in found.results:
         assert_equal(state, expected)
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "always"), ("zero_bubble", "never")])
+def test_stages_add_the_balance_loss_of_their_experts(schedule: str, recompute: str) -> None:
+    """The reference adds the losses of the micro-batches by hand."""
+    model = make_model("balanced")
+    optimizer = make_optimizer(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for x, y in zip(*(each.chunk(2) for each in batch_of(step)), strict=True):
+            loss = functional.cross_entropy(model(x), y)
+            torch.autograd.backward((loss + sl.parallel.expert_loss(model)) / 2)
+        optimizer.step()
+    expected = dict(model.state_dict())
+    options: dict[str, Any] = {"schedule": schedule, "recompute": recompute, "clip_norm": None}
+    for parallel in ((), sl.parallel.experts(1)):
+        found = sl.simulate(
+            lambda world, parallel=parallel: train_pipeline(  # type: ignore[misc]
+                world, "balanced", parallel, range(2), stages=["moe"], **options
+            ),
+            ranks=2,
+        )
+        for state in found.results:
+            assert_equal(state, expected)
 
 
 def test_pipedream_uses_the_same_versions_of_the_weights() -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Summary",
+    "check_options",
     "describe_place",
     "format_size",
     "new_figure",
@@ -36,6 +37,19 @@ __all__ = [
 ]
 
 CONFIDENCE = 0.95
+
+
+def check_options(**options: int) -> None:
+    """Refuse options of a benchmark that are below 1.
+
+    >>> check_options(turns=0)
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: --turns 0: at least 1
+    """
+    for option, number in options.items():
+        if number < 1:
+            raise SpecError(f"--{option} {number}: at least 1")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from syncline.bench.measuring import Summary, describe_place, over_ranks, quiet_machine, ratios, summarize
+from syncline.bench.measuring import (
+    Summary,
+    check_options,
+    describe_place,
+    over_ranks,
+    quiet_machine,
+    ratios,
+    summarize,
+)
 from syncline.bench.pipeline_contenders import (
     DATA_PARALLEL,
     ONE_PROCESS,
@@ -146,15 +154,7 @@ class ParallelBenchPlan:
 
     def check(self, workers: int) -> None:
         """Refuse impossible settings with a sentence, before a process starts."""
-        for option, number in (
-            ("width", self.width),
-            ("layers", self.layers),
-            ("batch", self.batch),
-            ("rounds", self.repeats),
-            ("turns", self.turns),
-        ):
-            if number < 1:
-                raise SpecError(f"--{option} {number}: at least 1")
+        check_options(width=self.width, layers=self.layers, batch=self.batch, rounds=self.repeats, turns=self.turns)
         if workers < 2:
             raise SpecError(f"-n {workers}: give at least 2 ranks")
         if self.batch % workers:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from syncline.bench.measuring import check_options
 from syncline.bench.pipeline_contenders import DATA_PARALLEL, ONE_PROCESS, TORCH, bench_model
 from syncline.bench.race.runner import parse_network
 from syncline.errors import IncompatibleError, SpecError
@@ -58,16 +59,14 @@ class PipelinePlan:
 
     def check(self, workers: int) -> None:
         """Refuse impossible settings with a sentence, before a process starts."""
-        for option, number in (
-            ("width", self.width),
-            ("layers", self.layers),
-            ("batch", self.batch),
-            ("microbatches", self.microbatches),
-            ("rounds", self.repeats),
-            ("turns", self.turns),
-        ):
-            if number < 1:
-                raise SpecError(f"--{option} {number}: at least 1")
+        check_options(
+            width=self.width,
+            layers=self.layers,
+            batch=self.batch,
+            microbatches=self.microbatches,
+            rounds=self.repeats,
+            turns=self.turns,
+        )
         if workers < 2:
             raise SpecError(f"-n {workers}: give at least 2 ranks")
         if self.batch % workers:

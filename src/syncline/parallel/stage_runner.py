@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncline.data.partition import mix_seeds
 from syncline.errors import IncompatibleError
+from syncline.parallel.expert_layers import find_experts
 from syncline.parallel.module_trees import own_forward
 from syncline.parallel.schedules import Action
 from syncline.parallel.stages import StageGraph
@@ -82,10 +83,12 @@ class StageRunner:
         update: Callable[[int, int], None] = lambda stage, micro_batch: None,
         compile: bool = False,
         weights_for: Callable[[int, int], dict[str, Tensor] | None] = lambda stage, micro_batch: None,
+        share: Callable[[int, int], float] = lambda stage, micro_batch: 1.0,
     ) -> None:
         """`data` gives a micro-batch for its loss. `recomputing` is entered while activations are computed again.
 
         `weights_for(stage, micro_batch)` gives copies of the weights that a forward must use; None: the present ones.
+        `share(stage, micro_batch)` is the weight of a loss that a stage adds itself: the balance loss of experts.
         """
         self._graph, self._loss_fn, self._data, self._seed = graph, loss_fn, data, seed
         self._last_stage = len(graph.stages) - 1
@@ -94,6 +97,8 @@ class StageRunner:
         self.gradients_complete = gradients_complete
         self.update = update
         self._weights_for = weights_for
+        self._share = share
+        self._experts = [[each for _, each in find_experts(stage.module)] for stage in graph.stages]
         self._calls: list[Callable[..., Any]] = [
             torch.compile(own_forward(stage.module)) if compile else stage.module for stage in graph.stages
         ]
@@ -166,8 +171,11 @@ class StageRunner:
     def _call(self, stage: int, micro_batch: int, inputs: Sequence[Tensor], weights: dict[str, Tensor] | None) -> Any:
         module = self._graph.stages[stage].module
 
+        share = self._share(stage, micro_batch) * self.loss_scale if self._experts[stage] else 1.0
+
         def compute(*values: Tensor) -> Any:
-            return self._calls[stage](*values) if weights is None else functional_call(module, weights, values)
+            with self._balanced(stage, share):
+                return self._calls[stage](*values) if weights is None else functional_call(module, weights, values)
 
         def compute_again(*values: Tensor) -> Any:
             return compute(*(value.clone() for value in values))
@@ -176,6 +184,17 @@ class StageRunner:
             return compute(*map(_writable, inputs))
         contexts = (nullcontext(), self._recomputing())
         return checkpoint(compute_again, *inputs, use_reentrant=False, context_fn=lambda: contexts)
+
+    @contextmanager
+    def _balanced(self, stage: int, weight: float) -> Iterator[None]:
+        """Inside, the outputs of experts include their weighted balance loss in the backward pass."""
+        for layer in self._experts[stage]:
+            layer.loss_weight = weight
+        try:
+            yield
+        finally:
+            for layer in self._experts[stage]:
+                layer.loss_weight = None
 
     def _finish_forward(self, stage: int, micro_batch: int, found: Any) -> Sequence[Tensor]:
         if stage < self._last_stage:

@@ -52,7 +52,7 @@ class LayerTeam:
     """The workers that divide one layer, or all layers of a kind. A copy of a model shares the team of the original."""
 
     def __init__(self, group: Group, algorithm: str = NATIVE) -> None:
-        """`algorithm`: of sums, as in `distribute`. All collectives are the engine's own if it is "native" or "auto"."""
+        """`algorithm`: of sums, as in `distribute`. With "native" and "auto" all collectives are the engine's own."""
         self.group = group
         self._algorithm = NATIVE if algorithm == AUTO else algorithm
         self.rank, self.size = (group.rank, group.size) if group.member else (0, 1)

@@ -27,7 +27,6 @@ from syncline.model_parts import ModelPart
 from syncline.parallel.divided_model import DividedModel
 from syncline.parallel.team import LayerTeam
 from syncline.reduction import Communicator
-from syncline.strategies import Shard
 from syncline.strategies.local_weights import called_by_grad_scaler
 from syncline.strategies.run import Steps
 from syncline.training.mesh import DivisionPlan, MeshGroups
@@ -114,23 +113,6 @@ class MeshRun(PartsRun):
     @property
     def config(self) -> dict[str, Any]:
         return {**self.team_run.config, "parallel": self._plan.describe()}
-
-    def shard(
-        self,
-        data: Any,
-        *,
-        seed: int = 0,
-        split: bool = True,
-        drop_last: bool | None = None,
-        batch: int | None = None,
-        name: str | None = None,
-        pad: bool = True,
-    ) -> Shard:
-        """See `Run.shard`. The workers of a tensor team read the same batches.
-
-        If there are several such teams, incomplete batches are left out in training (`drop_last`).
-        """
-        return self.teams.shard(data, seed=seed, split=split, drop_last=drop_last, batch=batch, name=name, pad=pad)
 
     def steps(
         self, data: Any, *, global_batch: int, micro_batch: int | None = None, seed: int = 0, name: str | None = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from syncline.errors import IncompatibleError
 from syncline.parallel.divided_model import DividedModel
 from syncline.reduction import Communicator
-from syncline.strategies import Run
+from syncline.strategies import Run, Shard
 from syncline.strategies.base import wide_dtype
 from syncline.training.team_runs import TeamRuns
 from syncline.world import Group, TeamChange, allreduce
@@ -118,6 +118,30 @@ class PartsRun(Run):
     def strategy(self) -> object:
         """The strategy of the teams."""
         return self.team_run.strategy
+
+    @property
+    def _leaves_out_incomplete_batches(self) -> bool:
+        """Whether all workers must train on as many batches of the same size."""
+        return False
+
+    def shard(
+        self,
+        data: Any,
+        *,
+        seed: int = 0,
+        split: bool = True,
+        drop_last: bool | None = None,
+        batch: int | None = None,
+        name: str | None = None,
+        pad: bool = True,
+    ) -> Shard:
+        """See `Run.shard`. All workers that compute one batch together read it.
+
+        If workers must train on as many batches, incomplete ones are left out (`drop_last`): with several kinds of
+        parameters (see `TeamRuns`), and in some pipelines.
+        """
+        drop_last = True if self._leaves_out_incomplete_batches else drop_last
+        return self.teams.shard(data, seed=seed, split=split, drop_last=drop_last, batch=batch, name=name, pad=pad)
 
     def expect(self, steps: int) -> None:
         self.teams.expect(steps)

@@ -42,7 +42,6 @@ from syncline.parallel.tied_parameters import TiedParameters
 from syncline.parallel.weight_versions import WeightVersions
 from syncline.parallel.whole_model import WholeModel
 from syncline.reduction import Communicator
-from syncline.strategies import Shard
 from syncline.strategies.run import Readers, Steps
 from syncline.training.mesh import MeshGroups
 from syncline.training.parts_run import PartsRun
@@ -162,6 +161,7 @@ class PipelineRun(PartsRun):
             gradients_complete=self._stage_complete,
             update=self._update_after,
             weights_for=self._weights_for,
+            share=self._share_of_loss,
         )
         transport = everyone.group.transport
         self.executor = PipelineExecutor(graph, placement, transport, self._runner, self.world.device)
@@ -461,6 +461,10 @@ class PipelineRun(PartsRun):
         ]
         return replace(data, target=tree_unflatten(found, form))
 
+    def _share_of_loss(self, stage: int, micro_batch: int) -> float:
+        """The weight of a loss that a stage adds itself."""
+        return self._data[micro_batch].share * self.placement.gradient_factor(self.placement.stages - 1, stage)
+
     def _send_targets(self, first: int, total: int) -> None:
         last = self.placement.stages - 1
         for number in range(first, first + total):
@@ -604,25 +608,10 @@ class PipelineRun(PartsRun):
             },
         }
 
-    def shard(
-        self,
-        data: Any,
-        *,
-        seed: int = 0,
-        split: bool = True,
-        drop_last: bool | None = None,
-        batch: int | None = None,
-        name: str | None = None,
-        pad: bool = True,
-    ) -> Shard:
-        """See `Run.shard`. All workers of one pipeline read the same batches.
-
-        With different numbers of workers per stage, and with replicas in `pipedream`, incomplete batches are left out
-        (`drop_last`).
-        """
-        if self.placement.whole_batches:
-            drop_last = True
-        return self.teams.shard(data, seed=seed, split=split, drop_last=drop_last, batch=batch, name=name, pad=pad)
+    @property
+    def _leaves_out_incomplete_batches(self) -> bool:
+        """With different numbers of workers per stage, and with replicas in `pipedream`."""
+        return self.placement.whole_batches
 
     def steps(
         self, data: Any, *, global_batch: int, micro_batch: int | None = None, seed: int = 0, name: str | None = None

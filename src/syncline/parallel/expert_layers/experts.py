@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncline.codecs import Codec
@@ -105,6 +106,8 @@ class Experts(nn.Module):
         """The workers that divide the experts, if there are any."""
         self.loss = torch.zeros(())
         """The balance loss of the latest forward in training mode; zero before it, and in evaluation mode."""
+        self.loss_weight: float | None = None
+        """In a pipeline: the weight of the balance loss. The backward pass of the output then includes its gradient."""
         self._totals: Tensor | None = None
         self._forwards = 0
 
@@ -137,7 +140,10 @@ class Experts(nn.Module):
             received = exchange.to_experts(rows)
             counts = [sum(each) for each in zip(*exchange.counts, strict=True)]
             outputs = exchange.from_experts(_compute(self._own_experts(team), received, counts))
-        return _combine(outputs, routing, sent).reshape(*x.shape[:-1], outputs.shape[1])
+        combined = _combine(outputs, routing, sent).reshape(*x.shape[:-1], outputs.shape[1])
+        if self.loss_weight is None or not self.loss.requires_grad:
+            return combined
+        return _WithLoss.of(combined, self.loss, self.loss_weight)
 
     @property
     def has_run(self) -> bool:
@@ -196,6 +202,24 @@ class Experts(nn.Module):
         """Copies and pickles have no loss, because its graph cannot be copied."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "loss": torch.zeros(())}
+
+
+class _WithLoss(Function):
+    """The output of a layer; its backward pass computes the gradient of a weighted loss too."""
+
+    @staticmethod
+    def of(output: Tensor, loss: Tensor, weight: float) -> Tensor:
+        found: Tensor = _WithLoss.apply(output, loss, weight)  # type: ignore[no-untyped-call]
+        return found
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.loss_gradient = torch.full_like(loss, weight)
+        return output.clone()  # no view, so that the next layer may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.loss_gradient, None
 
 
 def expert_loss(model: nn.Module) -> Tensor:

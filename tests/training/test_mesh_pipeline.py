@@ -194,12 +194,12 @@ def test_strategies_and_codecs_act_as_without_a_pipeline(strategy: str, codec: s
 
 def test_what_a_pipeline_cannot_divide_is_refused() -> None:
     def work(world: World) -> None:
+        model = make_model("cnn")
+        head = sl.parallel.weird_trick("a", size=2)
+        with pytest.raises(IncompatibleError, match=r"the cut 4\.2 lies inside 4, whose layers"):
+            sl.pipeline(model, make_optimizer(model), functional.cross_entropy, stages=["4.2"], parallel=head)
         model = make_model("transformer")
         options: dict[str, Any] = {"parallel": TENSOR}
-        with pytest.raises(IncompatibleError, match=r"blocks\.1\.attn\.out_proj lies inside blocks\.1\.attn"):
-            sl.pipeline(
-                model, make_optimizer(model), functional.cross_entropy, stages=["blocks.1.attn.out_proj"], **options
-            )
         partition = StagePartition(("blocks.1",), (3, 1))
         with pytest.raises(IncompatibleError, match="cannot divide layers"):
             sl.pipeline(model, make_optimizer(model), functional.cross_entropy, stages=partition, **options)

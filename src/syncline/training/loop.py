@@ -37,7 +37,7 @@ from syncline.checkpoint.participants import Participants
 from syncline.data import move
 from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.file_lock import FileLock
-from syncline.parallel.expert_layers import expert_statistics
+from syncline.parallel.expert_layers import expert_statistics, find_experts
 from syncline.reduction import check_same
 from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute
@@ -513,6 +513,8 @@ def _distributed(
         from syncline.training.pipeline_training import start_pipeline
 
         return start_pipeline(workload, settings, model, optimizer, options, world), scheduler
+    if any(True for _ in find_experts(model)):  # the steps of an epoch are counted for whole models
+        options["parallel"] = "experts(1)"
     return strategy_run(distribute(model, optimizer, diagnose=settings.diagnose, **options)), scheduler
 
 

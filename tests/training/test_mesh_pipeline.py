@@ -55,7 +55,7 @@ def train_pipeline(
     ("name", "parallel", "schedule", "workers"),
     [
         ("transformer", TENSOR, "1f1b", 8),
-        ("transformer", TENSOR, "gpipe", 4),
+        ("transformer", "tensor(2)", "gpipe", 4),
         ("transformer", TENSOR, "interleaved(chunks=2)", 4),
         ("transformer", TENSOR, "zero_bubble", 4),
         ("transformer", TENSOR, "zbv", 8),

@@ -20,8 +20,17 @@ from torch import nn
 
 from syncline.errors import SpecError
 from syncline.parallel.division import LayerDivision
+from syncline.specs import Registry, factors
 
-__all__ = ["DivisionSpec", "ExpertParallel", "SpatialParallel", "TensorParallel", "WeirdTrick"]
+__all__ = [
+    "DIVISIONS",
+    "DivisionSpec",
+    "ExpertParallel",
+    "SpatialParallel",
+    "TensorParallel",
+    "WeirdTrick",
+    "read_divisions",
+]
 
 
 class DivisionSpec(ABC):
@@ -160,6 +169,30 @@ class WeirdTrick(DivisionSpec):
 
         head = (self.head,) if isinstance(self.head, str) else self.head
         return list(weird_trick_divisions(model, head, self.scheme, size))
+
+
+DIVISIONS = Registry[DivisionSpec]("way to divide layers")
+for _name, _spec in (
+    ("tensor", TensorParallel),
+    ("spatial", SpatialParallel),
+    ("experts", ExpertParallel),
+    ("weird_trick", WeirdTrick),
+):
+    DIVISIONS.add(_name, _spec)
+
+
+def read_divisions(parallel: str | DivisionSpec | Sequence[str | DivisionSpec]) -> list[DivisionSpec]:
+    """What divides layers in a text, an object or a list of both.
+
+    >>> read_divisions("tensor(2) x experts(4)")
+    [TensorParallel(plan=None, size=2), ExpertParallel(size=4)]
+    """
+    found: list[DivisionSpec] = []
+    for part in [parallel] if isinstance(parallel, (str, DivisionSpec)) else parallel:
+        if not isinstance(part, (str, DivisionSpec)):
+            raise SpecError(f"parallel={part!r}: a text, the result of sl.parallel.tensor(…), or a list of these")
+        found += [part] if isinstance(part, DivisionSpec) else [DIVISIONS.build(each) for each in factors(part)]
+    return found
 
 
 def _check_size(name: str, size: object) -> None:

@@ -15,13 +15,7 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Codec
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.division_specs import (
-    DivisionSpec,
-    ExpertParallel,
-    SpatialParallel,
-    TensorParallel,
-    WeirdTrick,
-)
+from syncline.parallel.division_specs import DIVISIONS, DivisionSpec
 from syncline.parallel.stage_runner import Recompute
 from syncline.specs import Registry, factors, nearest, parse
 from syncline.strategies import OTHER_NAMES, Strategy, build_strategy, strategy_names
@@ -53,16 +47,8 @@ class ParallelPlan:
     strategy: Strategy | None = None
 
 
-_KINDS = Registry[PipelineSpec | DivisionSpec]("kind of parallelism")
-for _name, _kind in (
-    ("pipeline", PipelineSpec),
-    ("tensor", TensorParallel),
-    ("spatial", SpatialParallel),
-    ("experts", ExpertParallel),
-    ("weird_trick", WeirdTrick),
-):
-    _KINDS.add(_name, _kind)
-_NAMES = ("pipeline", "tensor", "spatial", "experts", "weird_trick")
+_PIPELINES = Registry[PipelineSpec]("kind of parallelism")
+_PIPELINES.add("pipeline", PipelineSpec)
 _OTHER_NAMES = {
     **OTHER_NAMES,
     **dict.fromkeys(("pp", "pipeline", "pipelineparallel", "gpipe", "1f1b", "pipedream"), "pipeline"),
@@ -120,11 +106,13 @@ def _read_factor(text: str, factor: str) -> PipelineSpec | DivisionSpec | Strate
         raise SpecError(f"parallel={text!r}: {error}; for example, {FORM}") from None
     if more:
         raise SpecError(f"parallel={text!r}: {factor!r} is a chain; {FORM}, and name codecs by codec=")
-    if first.name in _NAMES:
-        return _KINDS.make(first)
+    if first.name in DIVISIONS.names():
+        return DIVISIONS.make(first)
+    if first.name == "pipeline":
+        return _PIPELINES.make(first)
     if first.name in strategy_names():
         return build_strategy(factor)
-    known = sorted([*_NAMES, *strategy_names()])
+    known = sorted(["pipeline", *DIVISIONS.names(), *strategy_names()])
     raise SpecError(f"parallel={text!r}: unknown name {first.name!r}; {nearest(first.name, known, _OTHER_NAMES)}")
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError
-from syncline.parallel.division_specs import DivisionSpec
+from syncline.parallel.division_specs import DivisionSpec, read_divisions
 from syncline.parallel.meta_model import check_initializers, has_meta_tensors, make_values
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import PipeDream, PipelineSchedule, build_schedule
@@ -71,7 +71,7 @@ def pipeline(
     seed: int = 0,
     schedulers: Sequence[Any] = (),
     initialize: Callable[[nn.Module], object] | None = None,
-    parallel: DivisionSpec | Sequence[DivisionSpec] = (),
+    parallel: str | DivisionSpec | Sequence[str | DivisionSpec] = (),
 ) -> PipelineRun:
     """Train `model` with its layers split over the workers of the current world. Every worker calls it.
 
@@ -125,7 +125,7 @@ def pipeline(
     check_collective(algorithm, coder)
     if microbatches is not None and plan.microbatches not in (None, microbatches):
         raise SpecError(f"microbatches={microbatches}, and the schedule is {plan!r}: give the number once")
-    specs = [parallel] if isinstance(parallel, DivisionSpec) else list(parallel)
+    specs = read_divisions(parallel)
     division = _divide(model, stages, plan, microbatches, example, tracer, world.size)
     layers = None if division is None else _plan_layers(model, specs, division, world, built, optimizer)
     everyone = Communicator(world, "auto")  # until here nothing is sent

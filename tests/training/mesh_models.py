@@ -129,10 +129,12 @@ def train(
     clip: float | None = 0.5,
     load: Path | None = None,
     save: Path | None = None,
+    thaw: int | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Some steps with `sl.distribute`; the whole model afterwards."""
+    """Some steps with `sl.distribute`; the whole model afterwards. Before step `thaw` only the last layer trains."""
     model = make_model(name).to(world.device)
+    freeze(model, thaw is not None)
     trainer = make_optimizer(model, optimizer)
     run: Any = sl.distribute(model, trainer, parallel=parallel, **options)
     if load is not None:
@@ -140,9 +142,10 @@ def train(
     for step in steps:
         x, y = own_batch(world, step)
         trainer.zero_grad()
+        freeze(model, thaw is not None and step < thaw)
         torch.autograd.backward(functional.cross_entropy(model(x), y))
         if clip is not None:
-            (run.clip_grad_norm_ if hasattr(run, "clip_grad_norm_") else _clip(model))(clip)
+            run.clip_grad_norm_(clip)
         trainer.step()
     if save is not None:
         sl.save(save, step=max(steps) + 1, run=run)
@@ -150,17 +153,26 @@ def train(
     return {key: value.cpu().clone() for key, value in model.state_dict().items()}
 
 
-def _clip(model: nn.Module) -> Callable[[float], Tensor]:
-    return lambda largest: torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+def freeze(model: nn.Module, frozen: bool) -> None:
+    """Freeze or thaw all parameters but those of the last layer."""
+    for parameter in list(model.parameters())[:-2]:
+        parameter.requires_grad_(not frozen)
 
 
-def train_alone(name: str, steps: Sequence[int] = range(4), optimizer: str = "sgd", clip: float | None = 0.5) -> Any:
+def train_alone(
+    name: str,
+    steps: Sequence[int] = range(4),
+    optimizer: str = "sgd",
+    clip: float | None = 0.5,
+    thaw: int | None = None,
+) -> Any:
     """The same in one process, without Syncline."""
     model = make_model(name)
     trainer = make_optimizer(model, optimizer)
     for step in steps:
         x, y = batch_of(step)
         trainer.zero_grad()
+        freeze(model, thaw is not None and step < thaw)
         torch.autograd.backward(functional.cross_entropy(model(x), y))
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

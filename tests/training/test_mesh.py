@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,43 @@ def test_divided_layers_train_as_one_process_does(name: str, parallel: Any, opti
     expected = train_alone(name, optimizer=optimizer)
     for found in sl.simulate(lambda world: train(world, name, parallel, optimizer=optimizer), ranks=4).results:
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(("name", "parallel"), [("experts", EXPERTS), ("cnn", HEAD), ("transformer", "tensor(2)")])
+def test_parameters_that_are_thawed_later_train_too(name: str, parallel: Any) -> None:
+    expected = train_alone(name, thaw=2)
+    for found in sl.simulate(lambda world: train(world, name, parallel, thaw=2), ranks=4).results:
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [("experts", EXPERTS), ("cnn", HEAD), ("transformer", "tensor(2)"), ("cnn", "spatial('1', 2)")],
+)
+def test_one_worker_trains_the_model_as_it_is(name: str, parallel: Any) -> None:
+    def work(world: World) -> dict[str, Tensor]:
+        model = make_model(name)
+        kinds = [type(each) for each in model.modules()]
+        run = sl.distribute(model, make_optimizer(model), parallel=parallel)
+        assert [type(each) for each in model.modules()] == kinds
+        run.close()
+        return train(world, name, parallel)
+
+    assert_equal(sl.simulate(work, ranks=1).results[0], train_alone(name))
+
+
+def test_one_worker_trains_a_pipeline_as_one_stage() -> None:
+    def work(world: World) -> dict[str, Tensor]:
+        model = make_model("transformer")
+        parallel = "pipeline(2, microbatches=1) x tensor(2)"
+        optimizer = make_optimizer(model)
+        run: Any = sl.distribute(model, optimizer, parallel=parallel, loss_fn=functional.cross_entropy)
+        for step in range(4):
+            run.step(*batch_of(step))
+        run.close()
+        return dict(model.state_dict())
+
+    assert_equal(sl.simulate(work, ranks=1).results[0], train_alone("transformer", clip=None))
 
 
 @pytest.mark.parametrize(("name", "parallel"), [("experts", EXPERTS), ("cnn", HEAD)])
@@ -159,6 +197,8 @@ def test_a_divided_model_is_saved_by_its_run_only() -> None:
         run, model, optimizer = in_training(world, "cnn", HEAD)
         with pytest.raises(IncompatibleError, match=r"divided over workers.*sl\.save\(folder, step=step, run=run\)"):
             model.state_dict()
+        with pytest.raises(IncompatibleError, match=r"pickle it inside run\.agreed\(\)"):
+            pickle.dumps(model)
         with pytest.raises(IncompatibleError, match="save the run"):
             sl.save("nowhere", step=1, optimizer=optimizer)
         with run.agreed():

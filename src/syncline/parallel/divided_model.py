@@ -12,7 +12,7 @@ Inside `whole()` every worker has all of it. The optimizer's state is divided as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +112,8 @@ class DividedModel:
                 division.detach()
             self._restore()
             raise
-        self._guard = _PartGuard(self.teams)
+        self._scales: list[Any] = []
+        self._guard = _PartGuard(self.teams, before_call=self.scale_shared_gradients)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(_GuardHook(self._guard, "check_call")),
             model.register_state_dict_pre_hook(_GuardHook(self._guard, "check_save")),  # type: ignore[no-untyped-call]
@@ -202,7 +203,7 @@ class DividedModel:
         for division in self._divisions:
             division.detach()
         self._divisions = []
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._scales):
             hook.remove()
 
     def undo(self) -> None:
@@ -210,13 +211,18 @@ class DividedModel:
         self.end()
         self._restore()
 
-    def average_shared_gradients(self) -> None:
+    def scale_shared_gradients(self) -> None:
         """Divide the gradients of parameters along "shared" by the size of its team: they are sums over its workers,
-        of which each has the mean loss of its own data."""
-        for each in self._tensors:
-            size = len(each.cuts)
-            if each.axis == "shared" and size > 1 and each.tensor.requires_grad:
-                self._hooks.append(each.tensor.register_hook(_Scale(1.0 / size)))  # type: ignore[no-untyped-call]
+        of which each has the mean loss of its own data. Call it before each forward pass: torch drops the hooks of a
+        parameter that is frozen and thawed.
+        """
+        for handle in self._scales:
+            handle.remove()
+        self._scales = [
+            each.tensor.register_hook(_Scale(1.0 / len(each.cuts)))  # type: ignore[no-untyped-call]
+            for each in self._tensors
+            if each.axis == "shared" and each.tensor.requires_grad
+        ]
 
     @property
     def _leads(self) -> bool:
@@ -309,8 +315,13 @@ class _PartGuard:
     all of it. Its layers compute with the team if those of the model do.
     """
 
-    def __init__(self, teams: Mapping[str, LayerTeam], copied_divided: bool | None = None) -> None:
-        self.teams = teams
+    def __init__(
+        self,
+        teams: Mapping[str, LayerTeam],
+        copied_divided: bool | None = None,
+        before_call: Callable[[], None] | None = None,
+    ) -> None:
+        self.teams, self.before_call = teams, before_call
         self.saves = False
         """Whether a checkpoint reads this worker's part at the moment."""
         self.copied_divided = copied_divided
@@ -321,6 +332,8 @@ class _PartGuard:
         return any(team.divided for team in self.teams.values())
 
     def check_call(self, module: nn.Module, *arguments: Any) -> None:
+        if self.before_call is not None and not torch.compiler.is_compiling():
+            self.before_call()
         if self.copied_divided in (None, self.divided):
             return
         name = f"this {type(module).__name__} is a copy of a divided model"
@@ -355,5 +368,10 @@ class _GuardHook:
         return _GuardHook(_PartGuard(self.guard.teams, self.guard.divided), self.check)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as a hook that refuses nothing."""
+        """Pickles as a hook that refuses nothing, with the whole model; a part is refused."""
+        if self.guard.divided:
+            raise IncompatibleError(
+                "this model is divided over workers, and this one has only its own part: save it by "
+                "sl.save(folder, step=step, run=run), or pickle it inside run.agreed()"
+            )
         return _GuardHook, (_PartGuard({}), self.check)

@@ -438,6 +438,9 @@ class StrategyRun(Run):
     def note_loss(self, loss: float | Tensor) -> None:
         pass
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 

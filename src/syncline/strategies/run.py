@@ -115,6 +115,14 @@ class Run(ABC):
         """Give the strategy this worker's loss, before the optimizer steps. `adacomm` needs it."""
 
     @abstractmethod
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`. Returns the norm before.
+
+        Every worker calls it after `backward()`. With divided layers torch.nn.utils.clip_grad_norm_ sees only this
+        worker's part.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """End the run: every worker then holds the final model. Every worker closes; a second call does nothing."""
 

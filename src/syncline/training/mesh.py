@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from syncline.world import Group, World
 from syncline.world.mesh import Mesh
 
 __all__ = ["DivisionPlan", "MeshGroups", "check_division", "check_optimizer_of_slices", "plan_mesh"]
+
+logger = logging.getLogger("syncline")
 
 WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "Muon", "LBFGS")
 """Names of torch's optimizers whose update of an element depends on the whole tensor, or on all parameters."""
@@ -57,7 +60,7 @@ class DivisionPlan:
             return None
         places = dict(zip(("tensor", "shared"), self.mesh.position(world.rank)[:1:-1], strict=True))
         divided = DividedModel(model, optimizer, divisions, tensors, groups.layer_teams, places)
-        divided.average_shared_gradients()
+        divided.scale_shared_gradients()
         return divided
 
 
@@ -96,10 +99,13 @@ def _own(world: World, teams: Sequence[tuple[int, ...]]) -> Group:
 
 
 def plan_mesh(model: nn.Module, specs: Sequence[DivisionSpec], workers: int, pipeline: int = 1) -> DivisionPlan:
-    """Arrange the workers, and check that every layer can be divided. Sends nothing.
+    """Arrange the workers, and check that every layer can be divided. Sends nothing. One worker divides nothing.
 
     Specs along "tensor" may be several, such as images and dense layers over the same workers.
     """
+    if workers == 1:
+        logger.info("one worker: no layer is divided, and the model trains as it is")
+        return DivisionPlan(Mesh())
     sizes: dict[str, int] = {}
     available = workers // pipeline
     for spec in sorted(specs, key=lambda each: each.axis, reverse=True):  # "tensor" before "shared"

@@ -81,10 +81,6 @@ class MeshRun(PartsRun):
     # Gradients.
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over the whole model is at most `max_norm`. Returns the norm before.
-
-        Every worker calls it after `backward()`. torch.nn.utils.clip_grad_norm_ sees only this worker's part.
-        """
         return self._clip(self._gradient_norms(), max_norm)
 
     def _counts(self, parameter: nn.Parameter) -> bool:

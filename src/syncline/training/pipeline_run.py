@@ -405,6 +405,8 @@ class PipelineRun(PartsRun):
     def _take_batch(self, x: Any, y: Any, first: int) -> int:
         """Cut a batch into micro-batches, numbered from `first` on. Returns their number on one worker."""
         self.world.finish_left()
+        if self._divided is not None:
+            self._divided.scale_shared_gradients()
         inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
         if any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
             raise IncompatibleError(

@@ -122,6 +122,9 @@ def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> t
         cuts = len(stages)
         return _equal_replicas(cuts + 1, chunks, size, f"{cuts} cuts make {cuts + 1} stages")
     count = size * chunks if stages == AUTO else int(stages)
+    if size == 1 and count > chunks:
+        logger.info("one worker: it trains the model as one stage, although stages=%s", stages)
+        count = chunks
     return _equal_replicas(count, chunks, size, f"stages={stages!r}")
 
 

@@ -64,11 +64,11 @@ def test_a_frozen_stage_is_named_while_others_wait_and_a_killed_one_at_once() ->
     assert re.search(waited.format(0, "gradient of 0 from", 1), first), first
     assert re.search(waited.format(2, "output 1 of", 2), last), last
     assert ended[1].code == -signal.SIGKILL
-    for rank, micro_batch in ((0, 2), (2, 3)):
+    for rank, places in ((0, "[12]"), (2, "[23]")):  # the killed one may not have sent or taken the value before
         out = ended[rank].out
         assert f"LOST 1 rank {rank} lost rank 1" in out, ended[rank]
         assert "rank 1 computes stage 1;" in out, ended[rank]
-        assert re.search(rf"is in step 2 at the .* for micro-batch {micro_batch}$", out, re.MULTILINE), ended[rank]
+        assert re.search(rf"is in step 2 at the .* for micro-batch {places}$", out, re.MULTILINE), ended[rank]
 
 
 def test_a_stage_that_never_answers_is_named_at_the_timeout(tmp_path: Path) -> None:

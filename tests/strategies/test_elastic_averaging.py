@@ -150,6 +150,9 @@ def rounds_of(strategy: str, codec: str | None, seed: int) -> Iterator[Round]:
     for number in range(last):
         before = {member: record[number] for member, record in records.items() if number in record}
         after = {member: records[member][number + 1] for member in before if number + 1 in records[member]}
+        # Workers that complete the round and are lost at once: if no survivor has the result, the survivors repeat it.
+        newest = max((each.team for each in after.values()), key=lambda team: team.generation, default=None)
+        after = {member: each for member, each in after.items() if newest is not None and member in newest.members}
         team = {member for each in after.values() for member in each.team.members}
         # A worker without data may complete a round and take another one before it is recorded: some are incomplete.
         if after and team <= before.keys():

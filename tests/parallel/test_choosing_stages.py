@@ -18,7 +18,7 @@ from syncline.world import World
 from tests.parallel.models import MODELS, Tied, loss_of
 
 
-def chosen(ranks: int, make: Any = None, **options: Any) -> dict[str, Any]:
+def chosen(ranks: int, make: Any = None, network: sl.Network | None = None, **options: Any) -> dict[str, Any]:
     """Cuts and replicas on all ranks, which must be the same."""
 
     def attach(world: World) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def chosen(ranks: int, make: Any = None, **options: Any) -> dict[str, Any]:
         run.close()
         return found
 
-    results = sl.simulate(attach, ranks).results
+    results = sl.simulate(attach, ranks, network).results
     assert all(each == results[0] for each in results)
     return dict(results[0])
 
@@ -51,6 +51,19 @@ def test_stages_are_measured_with_an_example(stages: int | str) -> None:
 
 
 def test_the_first_module_can_be_a_stage_of_its_own() -> None:
+def test_hosts_are_not_joined_by_the_network_inside_them() -> None:
+    """Weights have 64 times the bytes of activations: copies of a stage stay on one host."""
+    inside = sl.Link(latency=0.0, bandwidth=1e15)
+    network = sl.Network(bandwidth=1e4, ranks_per_host=2, inside=inside)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    found = chosen(4, make, network, stages="auto", example=torch.randn(1, 64))
+    assert found["replicas"] == [2, 2]
+    assert chosen(2, make, network, stages="auto", example=torch.randn(1, 64))["replicas"] == [2]
+
+
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 6), nn.Linear(6, 6))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from syncline.errors import SpecError, SynclineError
 from syncline.parallel.meta_model import has_meta_tensors
-from syncline.parallel.partition import LayerCost, ModelProfile, StagePartition, balanced, pipedream
+from syncline.parallel.partition import LayerCost, ModelProfile, StagePartition, balanced, pipedream_for_network
 from syncline.parallel.profile import profile_model
 from syncline.parallel.schedules import PipelineSchedule
 from syncline.parallel.splitting import layer_names
@@ -86,8 +86,10 @@ def measure_stages(
         partitioner = stages
         return _decide(everyone, lambda: _ask(partitioner, _profile(model, inputs, 1)))
     if _chooses_replicas(stages, schedule, size):
-        bandwidth = _bandwidth(everyone)
-        return _decide(everyone, lambda: pipedream(_profile(model, inputs, 1), size, bandwidth, overlap=False))
+        network = everyone.group.auto.network()  # every worker asks for it, because it may be measured now
+        return _decide(
+            everyone, lambda: pipedream_for_network(_profile(model, inputs, 1), size, network, overlap=False)
+        )
     replicas = planned_replicas(stages, schedule, size)
     count = len(replicas) * schedule.stages_per_rank
     return _decide(everyone, lambda: balanced(_profile(model, inputs, count), count))
@@ -217,11 +219,6 @@ def _decide(everyone: Communicator, choose: Callable[[], StagePartition]) -> Sta
         logger.info("%s", shared["text"])
     layers = tuple(tuple(names) for names in shared["layers"])
     return StagePartition(tuple(shared["cuts"]), tuple(shared["replicas"]), tuple(shared["placement"]), layers)
-
-
-def _bandwidth(everyone: Communicator) -> float:
-    """Bytes per second between two workers. Every worker calls it, because it may be measured now."""
-    return float(everyone.group.auto.network().link(0, 1).bandwidth)
 
 
 def as_tuple(example: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -210,6 +210,46 @@ class Branch(nn.Module):
 
 def four_layers(device: str = "cpu") -> nn.Module:
     """Four layers."""
+class Pair(NamedTuple):
+    """What a layer may return, and no stage may send."""
+
+    x: Tensor
+
+
+class Holder:
+    """The same as an object of a script."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Wrapped(nn.Module):
+    """A layer that returns a value that is no tensor."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.norm, self.wrap = nn.Linear(2, 2), nn.BatchNorm1d(2), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.norm(self.layer(x)))
+
+
+class Unwrapped(nn.Module):
+    """A layer that takes such a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, value: Any) -> Any:
+        return self.layer(value["x"] if isinstance(value, dict) else value.x)
+
+
+def returning(wrap: Callable[[Tensor], Any]) -> nn.Module:
+    """A model in which a layer gives the next one a value that is no tensor. They are the children 0 … 2."""
+    return nn.Sequential(nn.Linear(2, 2), Wrapped(wrap), Unwrapped())
+
+
     return nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(4)))
 
 
@@ -280,6 +320,29 @@ def test_what_cannot_work_is_refused_before_anything_is_sent(
 ) -> None:
     refused(words, kind, **options)
 
+        (
+            "stages=3, and the schedule gives each worker of a pipeline 2 of them: use 2 or 4 stages with 2 workers",
+            SpecError,
+            {"stages": 3, "schedule": "interleaved"},
+        ),
+        ("use 4 or 6 stages with 6 workers", SpecError, {"stages": 5, "schedule": "zbv", "ranks": 6}),
+        ("2 cuts make 3 stages, and the schedule", SpecError, {"stages": ["1", "2"], "schedule": "zbv"}),
+        ("the schedule needs at least one: use 1 stage with 2 workers", SpecError, {"stages": 0}),
+        (
+            "is a Pair, and only tensors are passed",
+            IncompatibleError,
+            {"make": lambda: returning(Pair), "example": torch.ones(1, 2)},
+        ),
+        (
+            "is a dict, and only tensors are passed",
+            IncompatibleError,
+            {"make": lambda: returning(lambda x: {"x": x}), "example": torch.ones(1, 2)},
+        ),
+        (
+            "is a Holder, and only tensors are passed from stage to stage (here to stage 1)",
+            IncompatibleError,
+            {"make": lambda: returning(Holder), "example": (torch.ones(1, 2),)},
+        ),
 
 def test_gradients_that_are_not_finite_name_the_worker() -> None:
     """By its number among all workers, not among those of its stage."""

@@ -36,7 +36,13 @@ from syncline.training.distribute import (
 )
 from syncline.training.mesh import DivisionPlan, MeshGroups, check_division, check_optimizer_of_slices, plan_mesh
 from syncline.training.pipeline_run import PipelineGroups, PipelineOptions, PipelineRun
-from syncline.training.pipeline_stages import Stages, as_tuple, measure_stages, plan_stages
+from syncline.training.pipeline_stages import (
+    Stages,
+    as_tuple,
+    cuts_of_one_worker,
+    measure_stages,
+    plan_stages,
+)
 from syncline.training.team_runs import attach_teams
 from syncline.world import World, allreduce, broadcast_object, current_world
 from syncline.world.mesh import Mesh
@@ -217,7 +223,8 @@ def _divide(
     It refuses what cannot work. Nothing is sent.
     """
     cuts, replicas = plan_stages(model, stages, schedule, size, example)
-    graph = split(model, cuts or (), example=None if example is None else as_tuple(example), tracer=tracer)
+    inputs = None if example is None else as_tuple(example)
+    graph = split(model, cuts or (), example=inputs, tracer=tracer)
     if replicas is None:
         return None
     placement = PipelinePlacement(schedule, replicas)
@@ -230,6 +237,8 @@ def _divide(
 
 
 def _attach(
+    if size == 1 and len(graph.stages) > placement.stages:  # the cuts for several workers are checked, and not made
+        graph = split(model, cuts_of_one_worker(cuts, placement.stages), example=inputs, tracer=tracer)
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: Callable[[Any, Any], Tensor],

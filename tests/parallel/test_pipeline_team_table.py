@@ -156,7 +156,8 @@ def train_replicas(world: World, case: Case) -> Weights:
 @cache
 def expected(case: Case) -> Weights:
     """The weights without a pipeline."""
-    return sl.simulate(lambda world: train_replicas(world, case), case.replicas[0]).results[0]
+    found: Weights = sl.simulate(lambda world: train_replicas(world, case), case.replicas[0]).results[0]
+    return found
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")

@@ -102,7 +102,7 @@ def torch_orders(name: str, ranks: int, micro_batches: int, chunks: int) -> list
         if several and chunks == 1:  # get_schedule_ops refuses it, and the class does not
             stage = mock.create_autospec(PipelineStage, instance=True)
             stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, ranks, None, ranks
-            order = kind([stage], micro_batches).pipeline_order  # type: ignore[arg-type]
+            order = kind([stage], micro_batches).pipeline_order
         else:
             order = get_schedule_ops(name, ranks, micro_batches, chunks)
     return [[str(each) for each in order[rank] if each and "REDUCE" not in str(each)] for rank in range(ranks)]

@@ -383,6 +383,7 @@ FAST, SLOW = Link(latency=0.0, bandwidth=1e12), Link(latency=0.0, bandwidth=1.0)
         (8, Network(bandwidth=10.0, ranks_per_host=2, inside=Link(latency=0, bandwidth=50.0)), ((2, 4), (50.0, 10.0))),
         # Hosts with different numbers of ranks, or links of single pairs: the slowest link.
         (3, Network(bandwidth=1.0, ranks_per_host=2, inside=FAST), (3, 1.0)),
+        (6, Network(bandwidth=1.0, ranks_per_host=4, inside=FAST), (6, 1.0)),
         (4, Network(bandwidth=1e12, ranks_per_host=2, inside=FAST, links={(1, 0): SLOW}), (4, 1.0)),
         # A stage would have one rank on each host, apart from each other.
         (4, Network(bandwidth=1e12, ranks_per_host=2, inside=SLOW), (4, 1.0)),

@@ -172,16 +172,18 @@ CASES: Sequence[Case] = (
         Case(optimizer="adamw", kernel=kind, scaler=True, clip_norm=0.1, schedule=name)
         for kind, name in (("fused", "1f1b"), ("foreach", "zero_bubble"))
     ),
-    Case(dtype=torch.float16, scaler=True, clip_norm=0.1),
+    Case(dtype=torch.float16, scaler=True),
     Case(dtype=torch.bfloat16, schedule="zero_bubble"),
 )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_teams_train_as_data_parallelism_does(case: Case) -> None:
-    tolerance = 1e-6 if case.dtype is None else 2e-2
+    tolerance = 1e-6 if case.dtype is None else 2e-3
+    start, wanted = dict(case.make()[0].named_parameters()), expected(case.reference())
+    assert max(float((wanted[name] - start[name].detach()).abs().max()) for name in wanted) > 10 * tolerance
     for found in sl.simulate(lambda world: train_in_pipeline(world, case), sum(case.replicas)).results:
-        for name, value in expected(case.reference()).items():
+        for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=f"{name} of {case}")
 
 

@@ -122,9 +122,9 @@ def pipedream_for_network(profile: ModelProfile, workers: int, network: Network,
     >>> print(pipedream_for_network(profile, 4, hosts, overlap=False))
     2-2, cut before b
     """
-    hosts = {network.host(rank) for rank in range(workers)}
-    if 1 < len(hosts) < workers and workers % len(hosts) == 0 and not network.links and network.inside is not None:
-        levels, rates = (workers // len(hosts), len(hosts)), (network.inside.bandwidth, network.bandwidth)
+    inside, each = network.inside, network.ranks_per_host or 1
+    if inside is not None and 1 < each < workers and workers % each == 0 and not network.links:
+        levels, rates = (each, workers // each), (inside.bandwidth, network.bandwidth)
         found = pipedream(profile, levels, rates, overlap=overlap)
         if list(found.placement) == sorted(found.placement):
             return found

@@ -14,11 +14,12 @@ from torch import nn
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
 from syncline.parallel.partition import ModelProfile, StagePartition, balanced, pipedream
+from syncline.parallel.schedules import build_schedule
 from syncline.world import World
 from tests.parallel.models import MODELS, Tied, loss_of
 
 
-def chosen(ranks: int, make: Any = None, **options: Any) -> dict[str, Any]:
+def chosen(ranks: int, make: Any = None, network: sl.Network | None = None, **options: Any) -> dict[str, Any]:
     """Cuts and replicas on all ranks, which must be the same."""
 
     def attach(world: World) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def chosen(ranks: int, make: Any = None, **options: Any) -> dict[str, Any]:
         run.close()
         return found
 
-    results = sl.simulate(attach, ranks).results
+    results = sl.simulate(attach, ranks, network).results
     assert all(each == results[0] for each in results)
     return dict(results[0])
 
@@ -48,6 +49,19 @@ def test_stages_are_one_for_each_worker_without_an_example() -> None:
 def test_stages_are_measured_with_an_example(stages: int | str) -> None:
     found = chosen(2, stages=stages, example=torch.randn(32, 6))
     assert sum(found["replicas"]) == 2
+
+
+def test_hosts_are_not_joined_by_the_network_inside_them() -> None:
+    """Weights have 64 times the bytes of activations: copies of a stage stay on one host."""
+    inside = sl.Link(latency=0.0, bandwidth=1e15)
+    network = sl.Network(bandwidth=1e4, ranks_per_host=2, inside=inside)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    found = chosen(4, make, network, stages="auto", example=torch.randn(1, 64))
+    assert found["replicas"] == [2, 2]
+    assert chosen(2, make, network, stages="auto", example=torch.randn(1, 64))["replicas"] == [2]
 
 
 def test_the_first_module_can_be_a_stage_of_its_own() -> None:
@@ -71,6 +85,46 @@ def test_a_partition_is_read_from_its_file(tmp_path: Path) -> None:
 
 def test_cuts_of_a_partition_serve_other_numbers_of_workers() -> None:
     assert chosen(4, stages=StagePartition(("4",), (1, 1)))["replicas"] == [2, 2]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "interleaved(chunks=2)", "zbv"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        4,
+        ["2", "4", "6"],
+        StagePartition(("4",), (3, 1)),
+        lambda profile: StagePartition(("2", "4"), (1, 1, 2)),
+        "auto",
+    ],
+)
+def test_one_worker_trains_the_plain_model(stages: Any, schedule: str) -> None:
+    """Whatever the stages for several workers are."""
+    case = MODELS["mlp"]
+    model, plain = case.model(), case.model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def train(world: World) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        example = case.batch(4, 0)[0] if callable(stages) else None
+        with sl.pipeline(
+            model, optimizer, loss_of, stages=stages, schedule=schedule, microbatches=1, example=example
+        ) as run:
+            run.step(*case.batch(8, 0))
+        return dict(run.config["pipeline"])
+
+    (found,) = sl.simulate(train, 1).results
+    assert found["replicas"] == [1]
+    assert len(found["cuts"]) + 1 == build_schedule(schedule).stages_per_rank
+    torch.autograd.backward(loss_of(plain(case.batch(8, 0)[0]), case.batch(8, 0)[1]))
+    optimizer.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_one_worker_refuses_cuts_that_several_could_not_make() -> None:
+    with pytest.raises(SpecError, match="did you mean"):
+        chosen(1, stages=["22"])
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from syncline.parallel.partition import (
     StagePartition,
     balanced,
     pipedream,
+    pipedream_for_network,
     predict_partition,
 )
+from syncline.transports import Link, Network
 
 VGG16 = Path(__file__).parent / "data" / "vgg16-profile.json"
 CASES = 500
@@ -369,6 +371,38 @@ def test_workers_are_placed_machine_by_machine() -> None:
     assert partition.stage_of() == (0, 1, 0, 1, 0, 1)
     assert partition.prediction is not None
     assert partition.prediction.time_s == pytest.approx(1 / 3, rel=1e-4)
+
+
+FAST, SLOW = Link(latency=0.0, bandwidth=1e12), Link(latency=0.0, bandwidth=1.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "network", "levels"),
+    [
+        (4, Network(bandwidth=1.0, ranks_per_host=2, inside=FAST), ((2, 2), (1e12, 1.0))),
+        (8, Network(bandwidth=10.0, ranks_per_host=2, inside=Link(latency=0, bandwidth=50.0)), ((2, 4), (50.0, 10.0))),
+        # Hosts with different numbers of ranks, or links of single pairs: the slowest link.
+        (3, Network(bandwidth=1.0, ranks_per_host=2, inside=FAST), (3, 1.0)),
+        (6, Network(bandwidth=1.0, ranks_per_host=4, inside=FAST), (6, 1.0)),
+        (4, Network(bandwidth=1e12, ranks_per_host=2, inside=FAST, links={(1, 0): SLOW}), (4, 1.0)),
+        # A stage would have one rank on each host, apart from each other.
+        (4, Network(bandwidth=1e12, ranks_per_host=2, inside=SLOW), (4, 1.0)),
+        # One host, and hosts of one rank.
+        (4, Network(bandwidth=1.0, ranks_per_host=4, inside=FAST), (4, 1e12)),
+        (2, Network(bandwidth=1.0, ranks_per_host=4, inside=FAST), (2, 1e12)),
+        (3, Network(bandwidth=7.0), (3, 7.0)),
+        (1, Network(bandwidth=7.0), (1, math.inf)),
+    ],
+)
+def test_hosts_of_a_network_are_levels_of_bandwidth(workers: int, network: Network, levels: Any) -> None:
+    """Data parallelism costs nothing inside a host, but it does between hosts."""
+    cost = {"forward_s": 1.0, "backward_s": 2.0, "activation_bytes": 1.0}
+    layers = tuple(LayerCost(name=name, parameter_bytes=20.0, **cost) for name in "abc")
+    profile = ModelProfile(layers=layers, batch_size=1)
+    for overlap in (False, True):
+        found = pipedream_for_network(profile, workers, network, overlap=overlap)
+        assert found == pipedream(profile, *levels, overlap=overlap)
+        assert list(found.placement) == sorted(found.placement)
 
 
 def test_without_replicas_each_worker_has_a_stage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from syncline.errors import SpecError
 from syncline.parallel.partition import StagePartition
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import build_schedule
+from syncline.testing import Pool
 from syncline.training.pipeline_run import PipelineRun
 from syncline.world import World
+from tests.strategies.cases import on_gloo
 
 RANKS = 4
 
@@ -74,14 +77,32 @@ def replay(total: int, lag_of: list[int]) -> tuple[list[float], dict[str, Tensor
 @pytest.mark.parametrize(("steps", "micro_batches"), [(5, 3), (7, 1), (1, 2)])
 def test_each_stage_uses_weights_of_the_right_age(vertical: bool, steps: int, micro_batches: int) -> None:
     lags = [RANKS - 1] * RANKS if vertical else [RANKS - 1 - stage for stage in range(RANKS)]
-    losses, expected = replay(steps * micro_batches, lags)
-    means = [sum(losses[n : n + micro_batches]) / micro_batches for n in range(0, len(losses), micro_batches)]
     schedule = f"pipedream(vertical_sync={vertical})"
-    for found, weights in sl.simulate(lambda world: train(world, schedule, steps, micro_batches), RANKS).results:
+    results = sl.simulate(lambda world: train(world, schedule, steps, micro_batches), RANKS).results
+    check_versions(results, lags, micro_batches)
+
+
+def check_versions(results: Sequence[tuple[list[float], dict[str, Tensor]]], lags: list[int], per_step: int) -> None:
+    """Every rank has the losses and the weights of the equation."""
+    losses, expected = replay(len(results[0][0]) * per_step, lags)
+    means = [sum(losses[n : n + per_step]) / per_step for n in range(0, len(losses), per_step)]
+    for found, weights in results:
         assert math.isnan(found[0])
         assert found[1:] == pytest.approx(means[:-1], rel=1e-6)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+
+
+def train_both(world: World, steps: int, micro_batches: int) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Without vertical synchronisation, and with it."""
+    return [train(world, f"pipedream(vertical_sync={vertical})", steps, micro_batches) for vertical in (False, True)]
+
+
+@pytest.mark.xdist_group("gloo")
+def test_gloo_processes_use_weights_of_the_right_age(gloo: Pool) -> None:
+    plain, vertical = zip(*gloo.run(on_gloo, RANKS, train_both, 5, 3), strict=True)
+    check_versions(plain, [RANKS - 1 - stage for stage in range(RANKS)], 3)
+    check_versions(vertical, [RANKS - 1] * RANKS, 3)
 
 
 def test_one_stage_is_plain_training() -> None:

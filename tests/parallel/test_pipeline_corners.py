@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.errors import DivergedError, IncompatibleError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.parallel.partition import StagePartition
 from syncline.parallel.player import StageCost, play
 from syncline.parallel.schedules import PipelineSetting, build_schedule
@@ -208,6 +210,46 @@ class Branch(nn.Module):
         return value
 
 
+class Pair(NamedTuple):
+    """What a layer may return, and no stage may send."""
+
+    x: Tensor
+
+
+class Holder:
+    """The same as an object of a script."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Wrapped(nn.Module):
+    """A layer that returns a value that is no tensor."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.norm, self.wrap = nn.Linear(2, 2), nn.BatchNorm1d(2), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.norm(self.layer(x)))
+
+
+class Unwrapped(nn.Module):
+    """A layer that takes such a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, value: Any) -> Any:
+        return self.layer(value["x"] if isinstance(value, dict) else value.x)
+
+
+def returning(wrap: Callable[[Tensor], Any]) -> nn.Module:
+    """A model in which a layer gives the next one a value that is no tensor. They are the children 0 … 2."""
+    return nn.Sequential(nn.Linear(2, 2), Wrapped(wrap), Unwrapped())
+
+
 def four_layers(device: str = "cpu") -> nn.Module:
     """Four layers."""
     return nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(4)))
@@ -238,6 +280,29 @@ def refused(
         ("more than the model can be split", IncompatibleError, {"stages": 8, "ranks": 8}),
         ("more than the model can be split", IncompatibleError, {"stages": 8, "ranks": 8, "example": torch.ones(4, 2)}),
         ("must be a multiple of", SpecError, {"ranks": 3}),
+        (
+            "stages=3, and the schedule gives each worker of a pipeline 2 of them: use 2 or 4 stages with 2 workers",
+            SpecError,
+            {"stages": 3, "schedule": "interleaved"},
+        ),
+        ("use 4 or 6 stages with 6 workers", SpecError, {"stages": 5, "schedule": "zbv", "ranks": 6}),
+        ("2 cuts make 3 stages, and the schedule", SpecError, {"stages": ["1", "2"], "schedule": "zbv"}),
+        ("the schedule needs at least one: use 1 stage with 2 workers", SpecError, {"stages": 0}),
+        (
+            "is a Pair, and only tensors are passed",
+            IncompatibleError,
+            {"make": lambda: returning(Pair), "example": torch.ones(1, 2)},
+        ),
+        (
+            "is a dict, and only tensors are passed",
+            IncompatibleError,
+            {"make": lambda: returning(lambda x: {"x": x}), "example": torch.ones(1, 2)},
+        ),
+        (
+            "is a Holder, and only tensors are passed from stage to stage (here to stage 1)",
+            IncompatibleError,
+            {"make": lambda: returning(Holder), "example": (torch.ones(1, 2),)},
+        ),
         ("must be a multiple of", SpecError, {"ranks": 3, "stages": 2, "example": torch.ones(4, 2)}),
         ("did you mean", SpecError, {"stages": ["22"]}),
         ("at its own pace", IncompatibleError, {"strategy": "ssp"}),
@@ -299,6 +364,42 @@ def test_gradients_that_are_not_finite_name_the_worker() -> None:
             assert f"in the gradients of rank {2 * stage + 1}: {stage}.bias" in message
 
 
+class Failing(nn.Module):
+    """A layer whose third forward raises an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(2, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ZeroDivisionError("of the user")
+        found: Tensor = self.layer(x)
+        return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv", "pipedream"])
+def test_an_error_of_the_model_is_raised_there_and_named_elsewhere(schedule: str) -> None:
+    """The others name the rank that failed and its stages, and where they are themselves."""
+    chunks = build_schedule(schedule).stages_per_rank
+    names = [str(number) for number in range(1, 3 * chunks)]
+
+    def attempt(world: World) -> None:
+        model = nn.Sequential(*(Failing() if number == 1 else nn.Linear(2, 2) for number in range(3 * chunks)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.pipeline(model, optimizer, nn.functional.mse_loss, stages=names, schedule=schedule, microbatches=6)
+        run.step(torch.ones(6, 2), torch.ones(6, 2))
+
+    first, failed, last = sl.simulate(attempt, 3, return_exceptions=True).results
+    assert isinstance(failed, ZeroDivisionError)
+    for found in (first, last):
+        assert isinstance(found, PeerLostError), repr(found)
+        assert found.peer == 1
+        assert f"rank 1 computes stage{'s' * (chunks > 1)} 1" in str(found)
+        assert "micro-batch" in str(found)
+
+
 def test_wrong_batches_are_refused_with_their_shapes() -> None:
     def attempt(world: World) -> list[str]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -325,23 +426,85 @@ def test_wrong_batches_are_refused_with_their_shapes() -> None:
     assert "tensors" in third
 
 
+class Kept:
+    """A tensor that autograd keeps. The object lives as long as autograd needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output would keep its graph alive
+
+
+class KeptActivations:
+    """Counts the activations that autograd keeps inside, now and at most. Parameters do not count."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def watch(self, parameters: Sequence[Tensor] = ()) -> saved_tensors_hooks:
+        """A context for a forward."""
+        memory = {each.untyped_storage().data_ptr() for each in parameters}
+
+        def keep(tensor: Tensor) -> Kept:
+            kept = Kept(tensor)
+            if tensor.untyped_storage().data_ptr() not in memory:
+                self.now += 1
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(kept, self.forget)
+            return kept
+
+        return saved_tensors_hooks(keep, lambda kept: kept.tensor)
+
+    def forget(self) -> None:
+        """Autograd has freed one."""
+        self.now -= 1
+
+
+class Watched(nn.Module):
+    """A layer that autograd keeps the input of, for its weights, and an activation of which it keeps the result."""
+
+    def __init__(self, inputs: KeptActivations, results: KeptActivations) -> None:
+        super().__init__()
+        self.layer, self.inputs, self.results = nn.Linear(6, 6), inputs, results
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.inputs.watch((self.layer.weight, self.layer.bias)):
+            value = self.layer(x)
+        with self.results.watch():
+            return torch.tanh(value)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved(chunks=2)", "zero_bubble", "zbv", "pipedream"])
-def test_measured_peak_of_activations_is_the_predicted_one(schedule: str, ranks: int) -> None:
+def test_kept_activations_are_the_predicted_ones_and_are_freed(schedule: str, ranks: int) -> None:
+    """By what autograd keeps. What B or W of a micro-batch needs lives until then, and not longer."""
     plan = build_schedule(schedule)
     predicted = play(plan, PipelineSetting(ranks, 8), StageCost(0.01, 0.01, 0.01)).peak_activations
     stages = ranks * plan.stages_per_rank
-    cuts = [str(8 * stage // stages) for stage in range(1, stages)]
 
-    def measure(world: World) -> int:
-        model = MODELS["mlp"].model()
+    def measure(world: World) -> dict[str, int]:
+        inputs, results = KeptActivations(), KeptActivations()
+        model = nn.Sequential(*(Watched(inputs, results) for _ in range(stages)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with sl.pipeline(model, optimizer, loss_of, stages=cuts, schedule=schedule, microbatches=8) as run:
-            for step in range(2):
-                run.step(*MODELS["mlp"].batch(8, step))
-        return run.peak_activations
+        cuts = [str(stage) for stage in range(1, stages)]
+        with sl.pipeline(
+            model, optimizer, nn.functional.mse_loss, stages=cuts, schedule=schedule, microbatches=8
+        ) as run:
+            for _ in range(2):
+                run.step(torch.ones(8, 6), torch.zeros(8, 6))
+            between = inputs.now
+        return {
+            "counted by the run": run.peak_activations,
+            "inputs": inputs.peak,
+            "results": results.peak,
+            "between steps": between,
+            "at the end": inputs.now + results.now,
+        }
 
-    assert sl.simulate(measure, ranks).results == predicted
+    for found, most in zip(sl.simulate(measure, ranks).results, predicted, strict=True):
+        assert found["counted by the run"] == found["inputs"] == most
+        # With a divided backward I frees what only the gradients of inputs need.
+        assert found["results"] == most or (plan.splits_backward and found["results"] <= most)
+        assert found["between steps"] == (0 if plan.flushes else most - 1)
+        assert found["at the end"] == 0
 
 
 def test_ranks_with_other_optimizers_are_refused() -> None:

@@ -27,6 +27,15 @@ def test_four_ranks_train_as_one_process_does(model: str, schedule: str) -> None
         compare(found, expected)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages_of_the_export_tracer_train_as_one_process_does(schedule: str) -> None:
+    """The graph is made of single operations, and is the same for all sizes of batches."""
+    options: dict[str, Any] = {"tracer": "export", "example": MODELS["skips"].batch(4, 0)[0]}
+    expected = train_alone("skips", 2)
+    for found in sl.simulate(lambda world: train_in_pipeline(world, "skips", schedule, **options), 2).results:
+        compare(found, expected)
+
+
 def train_cases(world: World, cases: Sequence[Case]) -> list[Training]:
     """The results of several cases, one after another."""
     return [train_in_pipeline(world, model, schedule, **options) for model, schedule, options in cases]

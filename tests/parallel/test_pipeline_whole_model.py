@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
@@ -30,21 +31,38 @@ def step(run: Any, number: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
-def test_compiled_stages_train_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "recompute", "autocast"),
+    [("eager", "never", False), ("aot_eager", "never", False), ("aot_eager", "always", True)],
+)
+def test_compiled_stages_train_as_others_do(
+    monkeypatch: pytest.MonkeyPatch, backend: str, recompute: str, autocast: bool
+) -> None:
     """Six stages in one process, with batches of two sizes: each stage may have as many versions as torch allows."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiler, graphs = lookup_backend(backend), []
+
+    def count(graph: Any, inputs: Any, **options: Any) -> Any:
+        graphs.append(graph)
+        return compiler(graph, inputs, **options)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
 
     def train(world: World, compiled: bool) -> dict[str, Tensor]:
-        model = MODELS["mlp"].model()
-        run, _ = attach(world, model, stages=6, schedule="interleaved(chunks=3)", compile=compiled)
+        model = MODELS["mlp"].model().float()
+        options = {"stages": 6, "schedule": "interleaved(chunks=3)", "recompute": recompute}
+        run, _ = attach(world, model, compile=compiled, **options)
         for number in range(2):
-            run.step(*MODELS["mlp"].batch(8 - number, number))
+            x, y = MODELS["mlp"].batch(8 - number, number)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                run.step(x.float(), y)
         run.close()
         return {name: each.detach() for name, each in model.named_parameters()}
 
     expected = sl.simulate(lambda world: train(world, False), 2).results[0]
+    assert not graphs
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         results = sl.simulate(lambda world: train(world, True), 2, threads=True).results
+    assert len(graphs) >= 6
     for found in results:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)

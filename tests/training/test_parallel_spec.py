@@ -73,7 +73,7 @@ def test_without_a_pipeline_it_is_the_strategy() -> None:
         ("has 2 strategies", SpecError, "local x allreduce", {}),
         ("leave one out", SpecError, "pipeline(2) x local", {"strategy": "allreduce"}),
         ("give loss_fn=", SpecError, "pipeline(2)", {"loss_fn": None}),
-        ("find_unused_parameters=True", IncompatibleError, "pipeline(2)", {"find_unused_parameters": True}),
+        ("diagnose=True", IncompatibleError, "pipeline(2)", {"diagnose": True}),
         ("at its own pace", IncompatibleError, "pipeline(2) x ssp", {}),
     ],
 )

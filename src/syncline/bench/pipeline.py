@@ -57,7 +57,7 @@ from syncline.bench.race.runner import parse_network
 from syncline.bench.step import WARM_UP_STEPS, measure_link
 from syncline.collectives.channel import barrier
 from syncline.costs import calibrate
-from syncline.parallel.partition import StagePartition, balanced, pipedream
+from syncline.parallel.partition import StagePartition, balanced, pipedream_for_network
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import PipelineSchedule, build_schedule
 from syncline.transports import Network
@@ -218,7 +218,7 @@ class _Comparison:
         profile, workers = self.costs.profile, self.world.size
         replicas = self.plan.replicas_for(schedule, workers)
         if replicas is None:
-            return pipedream(profile, workers, self.network.link(0, 1).bandwidth, overlap=False)
+            return pipedream_for_network(profile, workers, self.network, overlap=False)
         stages = len(replicas) * schedule.stages_per_rank
         cuts = self.plan.cut_names or (balanced(profile, stages).cuts if stages > 1 else ())
         return StagePartition(tuple(cuts), replicas * schedule.stages_per_rank)

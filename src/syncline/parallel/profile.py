@@ -35,7 +35,7 @@ from syncline.errors import SpecError
 from syncline.parallel.partition.base import LayerCost, ModelProfile
 from syncline.specs import nearest
 
-__all__ = ["profile_model"]
+__all__ = ["profile_model", "restoring_state"]
 
 WARM_UP_STEPS = 2
 MIN_SAMPLES_TO_HALVE = 4
@@ -81,7 +81,7 @@ def profile_model(
     sizes = _check_batch_sizes(batch_sizes, own)
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise SpecError(f"repeats is {repeats!r}; it must be a whole number, at least 1")
-    with _unchanged(model), torch.enable_grad():
+    with restoring_state(model), torch.enable_grad():
         model.train()
         steps = {size: _TrainingStep(model, arguments, targets, loss_fn, size) for size in {own, *sizes}}
         layers = _called_layers(model, steps[sizes[0]], names)
@@ -379,7 +379,7 @@ def _named_layers(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def restoring_state(model: nn.Module) -> Iterator[None]:
     """Restore the modes and buffers of a model and the state of the random generators afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]

@@ -22,7 +22,9 @@ from torch.nn.parameter import is_lazy
 from syncline.errors import IncompatibleError, SpecError
 from syncline.parallel.fx_front_end import trace_calls, trace_fx
 from syncline.parallel.graph_cutting import cut_graph
+from syncline.parallel.meta_model import has_meta_tensors
 from syncline.parallel.module_trees import stage_container
+from syncline.parallel.profile import restoring_state
 from syncline.parallel.stages import MODEL_INPUT, Stage, StageGraph, Value
 from syncline.specs import nearest
 
@@ -42,7 +44,8 @@ def split(
 
     The stages hold the model's own modules and parameters, and compute what the model computes, for batches of any
     size and in both modes. The model itself is unchanged. Arguments of `forward` with a default keep it, unless
-    `example`, a tuple of inputs, includes them.
+    `example`, a tuple of inputs, includes them. With an example the stages run once, so that a value that is no tensor
+    is refused before a pipeline needs it.
 
     `tracer="fx"` runs the Python of the model and of each module that contains a cut once, without data: it must not
     depend on values or sizes of tensors. Modules without a cut inside are called as they are.
@@ -78,7 +81,30 @@ def split(
 
         assert example is not None
         return cut_graph(trace_export(model, modules, inputs, example))
-    return cut_graph(trace_fx(model, modules, inputs))
+    graph = cut_graph(trace_fx(model, modules, inputs))
+    if example is not None:
+        _check_values(model, graph, example)
+    return graph
+
+
+def _check_values(model: nn.Module, graph: StageGraph, example: tuple[Tensor, ...]) -> None:
+    """Run all stages but the last on an example, so that a value that is no tensor is refused now."""
+    if has_meta_tensors(model):
+        return
+    computed: dict[int, Tensor] = {}
+    with torch.no_grad(), restoring_state(model):
+        model.eval()  # batch norm takes an example of one sample too
+        for stage in graph.stages[:-1]:
+            places = [graph.values[number].input_index for number in stage.inputs]
+            taken = zip(stage.inputs, places, strict=True)
+            inputs = [computed[number] if place < 0 else example[place].clone() for number, place in taken]
+            try:
+                outputs = stage.module(*inputs)
+            except IncompatibleError:
+                raise
+            except Exception:  # an example that the model cannot compute says nothing about the cuts
+                return
+            computed.update(zip(stage.outputs, outputs, strict=True))
 
 
 def cut_candidates(model: nn.Module, *, stages: int = 1, example: tuple[Tensor, ...] | None = None) -> tuple[str, ...]:

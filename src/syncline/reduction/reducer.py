@@ -368,7 +368,7 @@ class GradientReducer:
             more = f" (and {len(partial_use) - 1} more parameters)" if len(partial_use) > 1 else ""
             raise IncompatibleError(
                 f"{self.names[index]} got a gradient on ranks {users} but not on ranks {others}{more}: use the same "
-                "parameters on every rank, or give distribute(find_unused_parameters=True), which counts zeros for the "
+                "parameters on every rank, or give find_unused_parameters=True, which counts zeros for the "
                 "ranks without one"
             )
 

@@ -115,9 +115,10 @@ def distribute(
             raise SpecError(f"parallel={parallel!r} names a strategy, and so does strategy={strategy!r}: leave one out")
         strategy, divisions = named.strategy or strategy, named.divisions
         if named.pipeline is not None:
-            refused = {"diagnose": diagnose, "find_unused_parameters": find_unused_parameters, "on_resize": on_resize}
+            refused = {"diagnose": diagnose, "on_resize": on_resize}
             options: dict[str, Any] = {"algorithm": algorithm, "bucket_bytes": bucket_bytes, "seed": seed}
             options |= {"check_finite": check_finite, "schedulers": schedulers, "parallel": divisions}
+            options["find_unused_parameters"] = find_unused_parameters
             return distribute_pipeline(
                 named.pipeline, model, optimizer, loss_fn, strategy or "allreduce", codec, refused, **options
             )

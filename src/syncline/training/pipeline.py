@@ -36,7 +36,13 @@ from syncline.training.distribute import (
 )
 from syncline.training.mesh import DivisionPlan, MeshGroups, check_division, check_optimizer_of_slices, plan_mesh
 from syncline.training.pipeline_run import PipelineGroups, PipelineOptions, PipelineRun
-from syncline.training.pipeline_stages import Stages, as_tuple, measure_stages, plan_stages
+from syncline.training.pipeline_stages import (
+    Stages,
+    as_tuple,
+    cuts_of_one_worker,
+    measure_stages,
+    plan_stages,
+)
 from syncline.training.team_runs import attach_teams
 from syncline.world import World, allreduce, broadcast_object, current_world
 from syncline.world.mesh import Mesh
@@ -67,6 +73,7 @@ def pipeline(
     compile: bool = False,
     tracer: Literal["fx", "export"] = "fx",
     check_finite: bool = False,
+    find_unused_parameters: bool = False,
     bucket_bytes: int | None = None,
     seed: int = 0,
     schedulers: Sequence[Any] = (),
@@ -90,7 +97,9 @@ def pipeline(
     `distribute`. `schedule` is "1f1b", "gpipe", "interleaved(chunks=2)", "zero_bubble", "zbv" or "pipedream".
     `recompute` is "always", "except_last" or "never": whether activations are computed again instead of kept.
     `clip_norm` limits the norm of the gradients of the whole model. `scaler` is a GradScaler. `compile=True` compiles
-    each stage by torch.compile. `tracer="export"` traces the model by torch.export instead of torch.fx.
+    each stage by torch.compile. `tracer="export"` traces the model by torch.export instead of torch.fx. With
+    `find_unused_parameters` a parameter that only some workers of a stage use in a step gets the mean over all of them;
+    otherwise it is refused.
 
     `parallel` divides layers of the stages too, such as `sl.parallel.tensor(plan, size=2)`.
 
@@ -148,7 +157,7 @@ def pipeline(
         **({} if layers is None else layers.describe()),
         "algorithm": algorithm,
         "options": f"recompute={recompute}, clip_norm={clip_norm}, seed={seed}, check_finite={check_finite}, "
-        f"bucket_bytes={bucket_bytes}, scaler={type(scaler).__name__}",
+        f"find_unused_parameters={find_unused_parameters}, bucket_bytes={bucket_bytes}, scaler={type(scaler).__name__}",
     }
     check_same(everyone, "pipeline settings", chosen)
     settings = RunSettings(
@@ -156,6 +165,8 @@ def pipeline(
         check_finite=check_finite,
         schedulers=tuple(schedulers),
         seed=seed,
+        # With different numbers of workers per stage, one may have no micro-batch of a step.
+        find_unused_parameters=find_unused_parameters or placement.unequal,
     )
     options = PipelineOptions(
         micro_batches=wanted,
@@ -217,7 +228,8 @@ def _divide(
     It refuses what cannot work. Nothing is sent.
     """
     cuts, replicas = plan_stages(model, stages, schedule, size, example)
-    graph = split(model, cuts or (), example=None if example is None else as_tuple(example), tracer=tracer)
+    inputs = None if example is None else as_tuple(example)
+    graph = split(model, cuts or (), example=inputs, tracer=tracer)
     if replicas is None:
         return None
     placement = PipelinePlacement(schedule, replicas)
@@ -225,6 +237,8 @@ def _divide(
     placement.check(wanted)
     if cuts is None:
         return None
+    if size == 1 and len(graph.stages) > placement.stages:  # the cuts for several workers are checked, and not made
+        graph = split(model, cuts_of_one_worker(cuts, placement.stages), example=inputs, tracer=tracer)
     _check_tied(graph, placement)
     return graph, placement, wanted
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from syncline.errors import SpecError, SynclineError
 from syncline.parallel.meta_model import has_meta_tensors
-from syncline.parallel.partition import LayerCost, ModelProfile, StagePartition, balanced, pipedream
+from syncline.parallel.partition import LayerCost, ModelProfile, StagePartition, balanced, pipedream_for_network
 from syncline.parallel.profile import profile_model
 from syncline.parallel.schedules import PipelineSchedule
 from syncline.parallel.splitting import layer_names
@@ -23,6 +23,7 @@ __all__ = [
     "Partitioner",
     "Stages",
     "as_tuple",
+    "cuts_of_one_worker",
     "measure_stages",
     "open_partition",
     "parse_stages",
@@ -86,8 +87,10 @@ def measure_stages(
         partitioner = stages
         return _decide(everyone, lambda: _ask(partitioner, _profile(model, inputs, 1)))
     if _chooses_replicas(stages, schedule, size):
-        bandwidth = _bandwidth(everyone)
-        return _decide(everyone, lambda: pipedream(_profile(model, inputs, 1), size, bandwidth, overlap=False))
+        network = everyone.group.auto.network()  # every worker asks for it, because it may be measured now
+        return _decide(
+            everyone, lambda: pipedream_for_network(_profile(model, inputs, 1), size, network, overlap=False)
+        )
     replicas = planned_replicas(stages, schedule, size)
     count = len(replicas) * schedule.stages_per_rank
     return _decide(everyone, lambda: balanced(_profile(model, inputs, count), count))
@@ -111,21 +114,32 @@ def _ask(partitioner: Partitioner, profile: ModelProfile) -> StagePartition:
 def planned_replicas(stages: Stages, schedule: PipelineSchedule, size: int) -> tuple[int, ...]:
     """The workers of each pipeline rank, if no measurement decides. Refuses what does not fit `size` workers."""
     chunks, stages = schedule.stages_per_rank, open_partition(stages)
-    if isinstance(stages, StagePartition):
+    if isinstance(stages, StagePartition) and size > 1:
         return _replicas_of(stages, schedule, size)
+    if isinstance(stages, StagePartition):
+        stages = stages.cuts
     if isinstance(stages, bool) or not isinstance(stages, (int, str, Sequence)):
         raise SpecError(
             "stages must be a number of stages, a list of module names, a partition or its file, a function that makes "
             f"a partition, or 'auto', not {stages!r}"
         )
     if not isinstance(stages, (int, str)):
-        cuts = len(stages)
-        return _equal_replicas(cuts + 1, chunks, size, f"{cuts} cuts make {cuts + 1} stages")
-    count = size * chunks if stages == AUTO else int(stages)
+        count, what = len(stages) + 1, f"{len(stages)} cuts make {len(stages) + 1} stages"
+    else:
+        count, what = size * chunks if stages == AUTO else int(stages), f"stages={stages!r}"
     if size == 1 and count > chunks:
-        logger.info("one worker: it trains the model as one stage, although stages=%s", stages)
+        logger.info("one worker: it trains the model in %d stage%s, although %s", chunks, "s" * (chunks > 1), what)
         count = chunks
-    return _equal_replicas(count, chunks, size, f"stages={stages!r}")
+    return _equal_replicas(count, chunks, size, what)
+
+
+def cuts_of_one_worker(cuts: Sequence[str], stages: int) -> tuple[str, ...]:
+    """Of the cuts for several workers, those that make as many stages as the schedule needs on one worker.
+
+    >>> cuts_of_one_worker(["a", "b", "c"], 2), cuts_of_one_worker(["a", "b", "c"], 1)
+    (('b',), ())
+    """
+    return tuple(cuts[place * (len(cuts) + 1) // stages - 1] for place in range(1, stages))
 
 
 def parse_stages(text: str) -> Stages:
@@ -154,9 +168,17 @@ def open_partition(stages: Stages) -> Stages:
 
 
 def _equal_replicas(stages: int, chunks: int, size: int, what: str) -> tuple[int, ...]:
-    if stages < 1 or stages % chunks or size % (stages // chunks or 1):
+    if stages < 1 or stages % chunks:
+        possible = [chunks * ranks for ranks in range(1, size + 1) if size % ranks == 0]
+        near = [each for each in possible if each < stages][-1:] + [each for each in possible if each > stages][:1]
+        each = f"gives each worker of a pipeline {chunks} of them" if chunks > 1 else "needs at least one"
+        raise SpecError(
+            f"{what}, and the schedule {each}: use {' or '.join(map(str, near))} stage{'s' * (near != [1])} with "
+            f"{size} worker{'s' * (size > 1)}"
+        )
+    if size % (stages // chunks):
         each = f", {chunks} for each worker of a pipeline" if chunks > 1 else ""
-        ranks = max(1, stages // chunks)
+        ranks = stages // chunks
         raise SpecError(
             f"{what}{each}: the number of workers must be a multiple of {ranks}, and there are {size}: start them by "
             f"syncline run -n {ranks} script.py, or use a number of stages that divides {size * chunks}"
@@ -217,11 +239,6 @@ def _decide(everyone: Communicator, choose: Callable[[], StagePartition]) -> Sta
         logger.info("%s", shared["text"])
     layers = tuple(tuple(names) for names in shared["layers"])
     return StagePartition(tuple(shared["cuts"]), tuple(shared["replicas"]), tuple(shared["placement"]), layers)
-
-
-def _bandwidth(everyone: Communicator) -> float:
-    """Bytes per second between two workers. Every worker calls it, because it may be measured now."""
-    return float(everyone.group.auto.network().link(0, 1).bandwidth)
 
 
 def as_tuple(example: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from syncline.parallel.partition.base import (
     PredictedStage,
     StagePartition,
 )
-from syncline.parallel.partition.pipedream import pipedream, predict_partition
+from syncline.parallel.partition.pipedream import pipedream, pipedream_for_network, predict_partition
 
 __all__ = [
     "LayerCost",
@@ -20,5 +20,6 @@ __all__ = [
     "StagePartition",
     "balanced",
     "pipedream",
+    "pipedream_for_network",
     "predict_partition",
 ]

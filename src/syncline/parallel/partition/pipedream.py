@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -39,9 +39,10 @@ from syncline.parallel.partition.base import (
     StagePartition,
 )
 from syncline.parallel.partition.states import GraphStates, Matrix, stage_memory
+from syncline.transports import Network
 from syncline.transports.base import format_bytes
 
-__all__ = ["pipedream", "predict_partition"]
+__all__ = ["pipedream", "pipedream_for_network", "predict_partition"]
 
 SUM_FACTOR, MAX_FACTOR = 4, 2
 """What an all-reduce moves at a worker's port, in multiples of (m − 1)/m · w: with full duplex only what it sends."""
@@ -105,6 +106,30 @@ def pipedream(
         raise SpecError(_refusal(profile, search, total))
     parts = search.stages()
     return _partition(profile, search, parts)
+
+
+def pipedream_for_network(profile: ModelProfile, workers: int, network: Network, *, overlap: bool) -> StagePartition:
+    """The partition for the ranks 0, 1, … of a network, whose stages follow each other.
+
+    Ranks of a host and hosts are two levels of bandwidth. If the best partition by levels places the ranks of a stage
+    apart, or if hosts have different numbers of ranks, all ranks count as connected by the slowest link.
+
+    >>> from syncline.parallel.partition import LayerCost
+    >>> from syncline.transports import Link, Network
+    >>> cost = {"forward_s": 0.1, "backward_s": 0.2, "activation_bytes": 1e4, "parameter_bytes": 1e7}
+    >>> profile = ModelProfile(layers=tuple(LayerCost(name=name, **cost) for name in "ab"), batch_size=8)
+    >>> hosts = Network(bandwidth=1e7, ranks_per_host=2, inside=Link(latency=0, bandwidth=1e10))
+    >>> print(pipedream_for_network(profile, 4, hosts, overlap=False))
+    2-2, cut before b
+    """
+    inside, each = network.inside, network.ranks_per_host or 1
+    if inside is not None and 1 < each < workers and workers % each == 0 and not network.links:
+        levels, rates = (each, workers // each), (inside.bandwidth, network.bandwidth)
+        found = pipedream(profile, levels, rates, overlap=overlap)
+        if list(found.placement) == sorted(found.placement):
+            return found
+    slowest = min((network.link(*pair).bandwidth for pair in permutations(range(workers), 2)), default=math.inf)
+    return pipedream(profile, workers, slowest, overlap=overlap)
 
 
 def predict_partition(

@@ -10,7 +10,7 @@ import pytest
 import syncline as sl
 from syncline.control import ControlBarrier, ControlChannel, MemoryStore, Post, WorkerRoll
 from syncline.control.channel import MAX_POST_VALUES, MAX_POSTS
-from syncline.errors import PeerLostError, SpecError, UnsupportedError
+from syncline.errors import IncompatibleError, PeerLostError, SpecError, UnsupportedError
 from syncline.runtime import RealRuntime, Runtime
 from syncline.testing import Pool, hunt
 from syncline.testing.collectives import world_on
@@ -258,7 +258,7 @@ def test_a_newcomer_takes_part_in_the_next_barrier() -> None:
         first.wait("go on")
     newcomer.wait("go on")
     assert first.present() == [0, 4]
-    assert first.has_changed()
+    assert first.workers == 2
 
 
 def test_a_newcomer_cannot_join_a_barrier_that_was_passed() -> None:
@@ -283,3 +283,44 @@ def test_workers_agree_on_what_all_of_them_hold() -> None:
         third.agree("go on", [2])
     connector.losses[2] = "killed"
     assert second.agree("go on", [1, 2, 4]) == [1, 2], "what a lost worker holds does not count"
+
+
+def test_workers_exchange_texts_at_a_barrier() -> None:
+    connector = Connector()
+    first, second = roll_of(connector, 0), roll_of(connector, 1)
+    for number in range(3):
+        with pytest.raises(PeerLostError, match=r"for workers \[1\] to save"):
+            first.exchange("save", f"first {number}")
+        assert second.exchange("save", f"second {number}") == {0: f"first {number}", 1: f"second {number}"}
+    connector.losses[0] = "killed"
+    assert second.exchange("save", "alone") == {1: "alone"}
+
+
+def test_workers_that_end_the_job_are_waited_for_by_nobody() -> None:
+    """Worker 0 saves the last checkpoint, worker 1 is at a barrier before, and worker 2 has closed its run."""
+    connector = Connector()
+    first, second, third = (roll_of(connector, member, 3) for member in range(3))
+    first.end()
+    with pytest.raises(PeerLostError, match=r"for workers \[1, 2\] to save"):
+        first.exchange("save", "first")
+    with pytest.raises(PeerLostError, match=r"for workers \[0, 1\] to close"):
+        third.close()
+    with pytest.raises(IncompatibleError, match="worker 2 has closed its run"):
+        second.wait("go on")
+    connector.losses[2] = "killed"
+    second.wait("go on")
+    assert second.exchange("save", "too early") == {1: "too early"}, "worker 0 saves later"
+    second.end()
+    assert second.exchange("save", "second") == {0: "first", 1: "second"}
+
+
+def test_one_of_the_workers_that_leave_is_the_last() -> None:
+    connector = Connector()
+    first, second, third = (roll_of(connector, member, 3) for member in range(3))
+    connector.losses[0] = "killed"
+    second.leave()
+    assert not second.left_last()
+    third.leave()
+    second.refresh()
+    assert [each.left_last() for each in (first, second, third)] == [False, False, True]
+    assert third.exchange("save", "alone") == {2: "alone"}, "it waits for nobody"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from syncline.control import ControlChannel, MemoryStore
+from syncline.data import Sharded
 from syncline.data.claims import EpochClaims, Epochs
 from syncline.errors import IncompatibleError, PeerLostError
 from syncline.runtime import RealRuntime
+from tests.data.cases import Numbers
 
 
 class Job:
@@ -74,6 +78,65 @@ def test_a_loop_that_is_left_frees_its_batches() -> None:
 
 def test_a_resumed_epoch_begins_at_its_position() -> None:
     assert list(Job(1).begin(0, 5, first=3).take()) == [3, 4]
+
+
+def read(reader: Sharded) -> list[int]:
+    return [int(each) for piece in reader for each in piece.batch]
+
+
+def reader_of(job: Job, member: int) -> Sharded:
+    reader = Sharded(DataLoader(Numbers(12), batch_size=2), rank=0, size=1)
+    reader.claims = job.epochs[member]
+    return reader
+
+
+def test_a_checkpoint_has_the_position_of_the_first_batch_that_was_not_reported() -> None:
+    job = Job(2)
+    readers = [reader_of(job, member) for member in range(2)]
+    loops = [iter(reader) for reader in readers]
+    assert [len(next(loop).batch) for loop in loops] == [2, 2]
+    for member, samples in ((1, 0), (0, 4)):  # worker 0 has the first batch, and reports it last
+        claims = [job.epochs[each].current for each in (member, 1 - member)]
+        for each in claims:
+            assert each is not None
+            each.trained(1.0 if each is claims[0] else 0.0)
+            each.report()
+        assert [reader.state_dict()["samples"] for reader in readers] == [samples] * 2
+        resumed = reader_of(Job(1), 0)
+        resumed.cursor.load_state_dict(readers[0].state_dict())
+        assert read(resumed) == list(range(samples, 12))
+        assert resumed.state_dict() == {"epoch": 1, "samples": 0, "streams": []}
+
+
+@pytest.mark.parametrize("position", [{"samples": 3}, {"samples": 6, "lost_shares": [[2, 4, 2, 1]]}])
+def test_a_batch_of_which_a_part_is_not_trained_is_claimed(position: dict[str, Any]) -> None:
+    """With another batch size, or after losses, the position may be in the middle of a batch."""
+    resumed = reader_of(Job(1), 0)
+    resumed.cursor.load_state_dict({"epoch": 0, "streams": [], **position})
+    assert read(resumed) == list(range(2, 12))
+
+
+def test_no_worker_passes_an_epoch_in_which_the_job_ends() -> None:
+    job = Job(2)
+    first, second = job.begin(0, 3), job.begin(1, 3)
+    for claims in (first, second):
+        claims.returned(next(claims.take()))
+        claims.trained(1.0)
+    assert first.stop()
+    assert list(second.take()) == []
+    assert second.is_stopped
+    with pytest.raises(PeerLostError):  # it waits, here for no time, although all that was claimed is trained
+        second.more()
+
+
+def test_the_job_does_not_end_in_an_epoch_that_is_over() -> None:
+    job = Job(2)
+    first, second = job.begin(0, 1), job.begin(1, 1)
+    second.returned(next(second.take()))
+    second.trained(1.0)
+    assert not second.stop()
+    assert not first.stop()
+    assert not first.more()
 
 
 def test_other_data_and_a_lost_worker_are_refused() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.nn import Linear, Sequential, Tanh
+from torch.nn import Embedding, Linear, Sequential, Tanh
 
 from syncline.checkpoint import latest, load
 from syncline.control import LogEntry
@@ -322,7 +322,7 @@ def test_leaving_below_the_minimum_ends_the_job(runs: Runs) -> None:
     assert "1 rank is left of 2, and the job needs at least 2: it ends" in run.err
 
 
-PREEMPTED = TRAINING.replace("STRATEGY", '"allreduce"').replace(
+PREEMPTED = TRAINING.replace("STRATEGY", 'os.environ["STRATEGY"]').replace(
     """        if member == 1 and steps == 5:
             os.kill(os.getpid(), 9)
 """,
@@ -332,10 +332,15 @@ PREEMPTED = TRAINING.replace("STRATEGY", '"allreduce"').replace(
 )
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_preempted_launcher_makes_the_workers_save_and_leave(runs: Runs, sent: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("sent", "code", "strategy"), [(signal.SIGUSR1, 138, "allreduce"), (signal.SIGTERM, 143, "ssp(slack=2)")]
+)
+def test_preempted_launcher_makes_the_workers_save_and_leave(
+    runs: Runs, sent: signal.Signals, code: int, strategy: str
+) -> None:
     """As by Slurm, before it puts the job into the queue again."""
-    run = runs.start("run", "-n", "2", "--elastic", "1:3", "--folder", "job", runs.script(PREEMPTED))
+    options = ("--elastic", "1:3", "--folder", "job", *(("--servers", "1") if "ssp" in strategy else ()))
+    run = runs.start("run", "-n", "2", *options, runs.script(PREEMPTED), variables={"STRATEGY": strategy})
     for member in range(2):
         runs.read(f"training{member}")
     os.kill(run.pid, sent)
@@ -364,7 +369,10 @@ torch.manual_seed(0)
 model = torch.nn.Embedding(96, 2)
 torch.nn.init.zeros_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-run = sl.distribute(model, optimizer, strategy=os.environ["STRATEGY"])
+resized = []
+run = sl.distribute(
+    model, optimizer, strategy=os.environ["STRATEGY"], on_resize=lambda old, new: resized.extend([old, new])
+)
 shard = run.shard(torch.utils.data.DataLoader(torch.arange(96), batch_size=4, shuffle=True))
 steps, joined = 0, torch.ones(96, dtype=torch.bool)
 while joined.any():  # until an epoch in which the worker that was started again has taken a step
@@ -378,8 +386,9 @@ while joined.any():  # until an epoch in which the worker that was started again
     with run.agreed():
         joined = (model.weight[:, 1] == 0).all().reshape(1)
         first = bool((model.weight[:, 0] < 0).all())
+sl.save("saved", step=run.stats.steps, run=run)
 run.close()
-say("done", member, first, repr(float(model.weight.detach().double().sum())))
+say("done", member, first, repr(float(model.weight.detach().double().sum())), *resized)
 """
 
 
@@ -396,3 +405,7 @@ def test_a_restarted_worker_joins_an_asynchronous_run(runs: Runs, strategy: str,
     assert [line[1:3] for line in lines] == [["0", "True"], ["2", "True"], ["3", "True"]], run.describe()
     assert len({line[3] for line in lines}) == 1, "the same weights on all"
     assert "worker 3 joins at epoch" in run.err
+    assert [line[4:] for line in lines[:2]] == [["3", "2", "2", "3"]] * 2, run.describe()
+    saved = Embedding(96, 2)
+    assert load(runs.folder / "saved", run=saved) is not None
+    assert repr(float(saved.weight.detach().double().sum())) == lines[0][3]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from syncline.errors import UnsupportedError
 from syncline.server import network_of, serve
 from syncline.transports.faults import Join
 from syncline.world import World
@@ -54,7 +52,7 @@ def test_newcomers_run_scripts_that_save_and_load(tmp_path: Path) -> None:
     assert (tmp_path / found.results[0][0]).is_dir()
 
 
-def test_save_is_refused_if_workers_have_joined_a_single_one() -> None:
+def test_a_worker_and_one_that_has_joined_save_together(tmp_path: Path) -> None:
     def run_alone(world: World) -> str:
         model, optimizer = model_of_zeros()
         with sl.distribute(model, optimizer, strategy="ssp(slack=1)", algorithm="auto") as run:
@@ -63,10 +61,14 @@ def test_save_is_refused_if_workers_have_joined_a_single_one() -> None:
                 optimizer.zero_grad()
                 model(batch).sum().backward()
                 optimizer.step()
-            with pytest.raises(UnsupportedError, match="after workers were lost or have joined") as error:
-                sl.save("unused", step=1, run=run)
-            return str(error.value)
+            saved = sl.save(tmp_path, step=run.stats.steps, run=run)
+            assert sl.save(tmp_path / "model", step=run.stats.steps, model=model).name == saved.name
+        return saved.name
 
     servers = [lambda transport: serve(network_of(transport, 1, 1, elastic=True))]
     found = sl.simulate(run_alone, 1, elastic=(1, 2), faults=[Join(at=0.12)], extra=servers)
-    assert sum(isinstance(result, str) for result in found.results) == 2
+    assert found.results[0] == found.results[1]
+    loaded = torch.nn.Embedding(SAMPLES, 2)
+    sl.load(tmp_path, run=loaded)
+    assert bool((loaded.weight < 0).all()), "every sample was trained"
+    assert {path.name for path in (tmp_path / found.results[0]).glob("rank-*")} == {"rank-00000", "rank-00001"}

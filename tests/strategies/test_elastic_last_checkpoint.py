@@ -236,6 +236,17 @@ def test_all_save_and_leave_when_the_launcher_ends_the_job(
         assert sorted([*trained, *read]) == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize("strategy", ["average", "ensemble", "gossip('0-1, 1-2', pairwise=True)"])
+def test_strategies_without_a_last_checkpoint_say_so(
+    strategy: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leavers = dict.fromkeys(range(3), 1)
+    found = sl.simulate(lambda world: train(world, strategy, leavers=leavers, ending=True), 3, elastic=(2, 3))
+    assert [result.error for result in found.results] == [LEFT] * 3
+    assert caplog.text.count(f"{LAUNCHER}, and") == caplog.text.count("saves no checkpoint then") == 1
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_that_all_leave_save_before(workers: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A batch system has sent a signal to all of them, and none to the launcher."""

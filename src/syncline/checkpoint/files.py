@@ -312,6 +312,12 @@ class CheckpointName:
     def name(self) -> str:
         return f"step-{self.step:08d}" + (f"-{self.edition}" if self.edition > 1 else "")
 
+    @staticmethod
+    def parse(name: str) -> CheckpointName | None:
+        """The opposite of `name`; None if it is no such name."""
+        match = _NAME.fullmatch(name)
+        return None if match is None else CheckpointName(int(match[1]), int(match[2] or 1))
+
 
 def list_checkpoints(folder: Path) -> list[CheckpointName]:
     """The checkpoints in a folder, oldest first."""
@@ -319,8 +325,7 @@ def list_checkpoints(folder: Path) -> list[CheckpointName]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = [match for name in names if (match := _NAME.fullmatch(name))]
-    return sorted(CheckpointName(int(match[1]), int(match[2] or 1)) for match in matches)
+    return sorted(found for name in names if (found := CheckpointName.parse(name)))
 
 
 def list_set_aside(folder: Path, step: int) -> list[str]:

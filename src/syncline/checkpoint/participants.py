@@ -10,6 +10,9 @@ worker 2   "saving" ──┴── reads who saves ── own part ──┴─
 
 The control channel of an asynchronous strategy outlives any worker. The lowest worker that is not lost makes the
 decisions and posts them there. If a worker is lost while it saves, the others start again.
+
+In an elastic job in which each worker has its own pace, all exchanges go over the log of the workers that are present
+(`ElasticAgreement`). Those that save are the ranks of the checkpoint, in the order of their numbers in the job.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ class Participants:
         """Workers of the world, with lost ones."""
         self.ranks = (self.rank,) if self.joins else tuple(range(self.size))
         self.group = None if world is None else world.everyone
-        self._agreement: SaveAgreement | None = None
+        self._agreement: SaveAgreement | ElasticAgreement | None = None
         self._asynchronous_runs: list[AsynchronousRun] = []
         self._task: Task | None = None
         self.resumed = {} if world is None else world.keep(RESUMED, _ResumedSteps).steps
@@ -98,13 +101,11 @@ class Participants:
         if participants.joins:
             return participants
         world, runs = participants.world, [value for value in objects.values() if isinstance(value, AsynchronousRun)]
-        for run in runs:
-            if run.roll is not None and run.roll.has_changed():
-                raise UnsupportedError(
-                    f"{run.strategy!r} in an elastic job cannot be saved after workers were lost or have joined: save "
-                    "the model inside run.agreed(), for example by torch.save on one worker"
-                )
-        if world is not None and world.size > 1 and runs:
+        in_training = [] if world is None else [run for run in world.runs if isinstance(run, AsynchronousRun)]
+        elastic = next((run for run in in_training if run.roll is not None), None)
+        if elastic is not None:  # newcomers are in no team of the world
+            participants._agreement = ElasticAgreement(elastic)
+        elif world is not None and world.size > 1 and runs:
             participants._asynchronous_runs = runs
             channel = runs[0].control_channel()
             participants._agreement = world.keep(("checkpoints", channel), lambda: SaveAgreement(world, channel))
@@ -115,17 +116,26 @@ class Participants:
         """The rank that writes the shared part."""
         return self.ranks[0]
 
-    def assemble(self) -> None:
-        """Agree on the ranks; every worker that is not lost calls it before each attempt to save."""
+    def assemble(self, step: int) -> int:
+        """Agree on the ranks; every worker that is not lost calls it before each attempt to save `step`.
+
+        Returns the step under which they save: the largest, if each worker has its own pace in an elastic job.
+        """
+        if isinstance(self._agreement, ElasticAgreement):
+            step = self._agreement.assemble(step)
+            self.rank, self.size = self._agreement.rank, len(self._agreement.members)
+            self.ranks = tuple(range(self.size))
+            return step
         if self._agreement is None:
             if self._elastic and self.world is not None:
                 self.rank, self.size = self.world.rank, self.world.size
                 self.ranks = tuple(range(self.size))
-            return
+            return step
         self.group = self._agreement.assemble()
         self.ranks = self.group.ranks
         for run in self._asynchronous_runs:
             run.saving_team = self.group
+        return step
 
     def release(self) -> None:
         """The save has ended, with or without success."""
@@ -187,6 +197,8 @@ class Participants:
 
     def _gather_notes(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """One line of JSON from every rank."""
+        if isinstance(self._agreement, ElasticAgreement):
+            return self._agreement.gather(note)
         if self.group is None or len(self.ranks) == 1:
             return [note]
         line = bytearray(json.dumps([len(self.ranks), note]).encode() + b"\n")
@@ -348,6 +360,49 @@ class SaveAgreement:
                     pending=what,
                     seconds=runtime.now() - since,
                 )
+
+
+class ElasticAgreement:
+    """One worker's view of which workers save, in an elastic job in which each has its own pace and others may join."""
+
+    def __init__(self, run: AsynchronousRun) -> None:
+        self._run = run
+        self.members: list[int] = []
+        """The numbers in the job of the workers that save."""
+        self._lost = False
+        """Whether one of them was lost, or has left, in this attempt."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among those that save."""
+        assert self._run.roll is not None
+        return self.members.index(self._run.roll.member)
+
+    def assemble(self, step: int) -> int:
+        """Wait until every worker that is present is ready to save. Returns the largest step."""
+        self._lost = False
+        found = self._exchange(step if type(step) is int else None)
+        self.members = sorted(found)
+        return step if None in found.values() else max(found.values())
+
+    def gather(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """The notes of all that save. If one of them is lost, or has left, all others raise a `PeerLostError`."""
+        found = self._exchange(note)
+        lost = [member for member in self.members if member not in found]
+        if lost:
+            self._lost = True
+            raise PeerLostError(f"workers {lost} were lost, or have left, in the middle of a checkpoint", peer=lost[0])
+        return [found[member] for member in self.members]
+
+    def settle(self, edition: int | None, error: PeerLostError | None) -> int | None:
+        """The edition that was saved, the same on every worker; None if they start again without a lost worker."""
+        if error is not None and not self._lost:
+            raise error
+        return edition
+
+    def _exchange(self, note: Any) -> dict[int, Any]:
+        texts = self._run.exchange("save", json.dumps(note))
+        return {member: json.loads(text) for member, text in texts.items()}
 
 
 def _as_words(ranks: list[int], size: int) -> list[float]:

@@ -55,7 +55,8 @@ def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **obje
     An object is a run, a module, an optimizer, anything with `state_dict()` (a scheduler, a GradScaler), or a plain
     value; its keyword is its name for `load`. The random-number states of every rank are saved too. The checkpoint is
     complete or does not exist, even if a process is killed; if a rank cannot write, every rank raises. The newest
-    `keep` checkpoints stay (None: all). If training went back, checkpoints of later steps are renamed.
+    `keep` checkpoints stay (None: all). If training went back, checkpoints of later steps are renamed. If workers take
+    different numbers of steps, as with parameter servers in an elastic job, the largest `step` counts.
 
     >>> import tempfile, torch
     >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
@@ -70,7 +71,7 @@ def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **obje
         edition: int | None = None
         try:
             while edition is None:
-                participants.assemble()
+                step = participants.assemble(step)
                 edition = participants.settle(*_attempt(_Saving(participants, Path(folder), step, objects), keep))
         finally:
             participants.release()

@@ -18,6 +18,7 @@ new entries. During a long step the task reads at intervals.
 
 from __future__ import annotations
 
+import json
 import logging
 import weakref
 from collections import deque
@@ -53,6 +54,8 @@ MAX_POSTS = 4096
 """Entries that the store keeps, and a process. A task that reads later misses older ones."""
 MAX_POST_VALUES = 24
 MAX_KIND_BYTES = 32
+LAST_BARRIERS = 1 << 40
+"""The barriers of the workers that end a job are numbered from here on. All workers pass those before without them."""
 POST, STOP, FINISHED = "post", "stop", "finished"
 """Kinds of entries in the log."""
 
@@ -422,7 +425,7 @@ class WorkerRoll:
 
     A newcomer joins before a barrier that is not passed yet. An entry that comes too late counts for nothing. Nobody
     waits for a worker that has left by itself. Arrivals may name what the workers hold. The entry that passes the
-    barrier then names what all of them hold (`agree`).
+    barrier then names what all of them hold (`agree`), and who took part (`exchange`).
     """
 
     JOINED, ARRIVED, PASSED, CLOSED, ENDED, LEFT = "joined", "arrived", "passed", "closed", "ended", "left"
@@ -457,8 +460,13 @@ class WorkerRoll:
         """By worker: what its latest arrival names."""
         self._agreed: list[int] = []
         """What the latest barrier names."""
+        self.took_part: list[int] = [member]
+        """The workers that have passed the latest barrier."""
+        self.workers = len(set(range(launched)) - connector.lost().keys())
+        """The number of workers that are neither lost nor have left, when the log was last read."""
         self._closed: set[int] = set()
-        self._left: set[int] = set()
+        self._left: dict[int, None] = {}
+        """The workers that have left, in their order."""
 
     def lost(self) -> Mapping[int, str]:
         """The lost workers, each with the reason."""
@@ -487,11 +495,6 @@ class WorkerRoll:
         gone = {*self._lost(), *self._left}
         return [each for each in sorted(self._arrivals) if each not in gone]
 
-    def has_changed(self) -> bool:
-        """Whether workers have joined, or were lost, since the start of the job."""
-        self.refresh()
-        return self.present() != list(range(self._launched))
-
     def join(self, number: int) -> bool:
         """In a newcomer: take part from the barrier after `number` on. Returns False if the others have passed it."""
         self._channel.append_to_roll(self.JOINED, member=self.member, number=number)
@@ -505,6 +508,9 @@ class WorkerRoll:
 
     def agree(self, what: str, held: Iterable[int]) -> list[int]:
         """As `wait`. Returns those of the held numbers that all workers hold, the same list on all of them."""
+        if self.member in self._left:  # nobody waits for this worker, and it waits for nobody
+            self.took_part = [self.member]
+            return sorted(held)
         self.number += 1
         number = self.number
         self._channel.append_to_roll(self.ARRIVED, member=self.member, number=number, held=sorted(held))
@@ -517,9 +523,28 @@ class WorkerRoll:
                 only_next=True,
                 number=number,
                 held=sorted(set.intersection(*(self._held[each] for each in present))),
+                present=list(present),
             ),
         )
         return self._agreed
+
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        """As `wait`. Returns the texts of all workers that call this for the same barrier, the same on all of them."""
+        if self.member in self._left:
+            self.took_part = [self.member]
+            return {self.member: text}
+        number = self.number + 1
+        # A worker writes the next but one when all have read this one.
+        key = f"texts/{number % 2 + 2 * (number > LAST_BARRIERS)}"
+        self._channel.set_value(f"{key}/{self.member}", json.dumps([number, text]))
+        self.wait(what)
+        found = {each: self._channel.value(f"{key}/{each}") for each in self.took_part}
+        texts = {each: json.loads(value) for each, value in found.items() if value is not None}
+        return {each: theirs for each, (of, theirs) in texts.items() if of == number}
+
+    def end(self) -> None:
+        """The job ends: this worker waits only for others that call this too, and nobody waits for it before."""
+        self.number = max(self.number, LAST_BARRIERS)
 
     def close(self) -> None:
         """Return when every worker that is present has called it: no worker takes steps any more."""
@@ -534,6 +559,11 @@ class WorkerRoll:
     def leave(self) -> None:
         """This worker leaves: the others do not wait for it any more."""
         self._channel.append_to_roll(self.LEFT, member=self.member)
+        self.refresh()
+
+    def left_last(self) -> bool:
+        """Whether this worker has left when all others had, or were lost. It is True on one worker at most."""
+        return self.workers == 0 and [*self._left][-1:] == [self.member]
 
     def refresh(self) -> None:
         """Read the log."""
@@ -547,13 +577,15 @@ class WorkerRoll:
                     self._held[member] = set(entry.fields["held"])
                 elif entry.kind == self.PASSED and number > self._passed:
                     self._passed, self._agreed = number, list(entry.fields["held"])
+                    self.took_part = list(entry.fields["present"])
                 elif entry.kind == self.CLOSED:
                     self._closed.add(member)
                 elif entry.kind == self.LEFT:
-                    self._left.add(member)
+                    self._left.setdefault(member)
                 elif entry.kind == self.ENDED:
                     self.ended = True
             self._channel.members = sorted(self._arrivals)
+            self.workers = len(self._arrivals.keys() - self._lost().keys() - self._left.keys())
         self._follow(self._channel.members)
         self.on_read()
 
@@ -574,7 +606,7 @@ class WorkerRoll:
             if done():
                 return
             self.raise_if_declared_lost(f"waits for all workers to {what}")
-            gone = {*self._lost(), *self._left}
+            gone = {*self._lost(), *self._left, *(self._closed if self.number > LAST_BARRIERS else ())}
             with self._lock:  # no other task reads entries between the two
                 present = [each for each in sorted(self._arrivals) if each not in gone]
                 missing = [each for each in present if not arrived(each)]

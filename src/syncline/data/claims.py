@@ -8,7 +8,8 @@ compare-and-set::
      └ never claimed from here on   └ claimed, not reported            └ claimed next
 
 So each batch is trained at least once, and once more for each loss of a worker that had claimed it. An epoch ends for
-all workers when all its batches are reported.
+all workers when all its batches are reported. If the job ends before, a worker stops the epoch (`EpochClaims.stop`):
+then no worker claims a batch any more, and none passes its end.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class EpochState:
     """Batches of workers that are lost or have left the epoch."""
     barriers: int = 0
     """How often the worker that began the epoch had waited for all others before."""
+    stopped: bool = False
+    """Whether the job ends in this epoch."""
 
     def claim(self, member: int, count: int) -> list[int]:
         """Claim up to `count` batches."""
@@ -88,8 +91,12 @@ class EpochState:
 
     @property
     def complete(self) -> bool:
-        """Whether all batches were reported."""
-        return self.next >= self.batches and not self.held and not self.again
+        """Whether all batches were reported, before the job was to end."""
+        return not self.stopped and self.next >= self.batches and not self.held and not self.again
+
+    def stop(self) -> None:
+        """The job ends in this epoch, unless all batches were reported."""
+        self.stopped = self.stopped or not self.complete
 
     @property
     def first_open(self) -> int:
@@ -97,12 +104,12 @@ class EpochState:
         return min([self.next, *self.again, *(batch for held in self.held.values() for batch in held)])
 
     def to_json(self) -> str:
-        return json.dumps([self.batches, self.next, self.held, self.again, self.barriers])
+        return json.dumps([self.batches, self.next, self.held, self.again, self.barriers, self.stopped])
 
     @staticmethod
     def from_json(text: str) -> EpochState:
-        batches, following, held, again, barriers = json.loads(text)
-        return EpochState(batches, following, {int(member): each for member, each in held.items()}, again, barriers)
+        batches, following, held, again, *rest = json.loads(text)
+        return EpochState(batches, following, {int(member): each for member, each in held.items()}, again, *rest)
 
 
 class Epochs:
@@ -123,17 +130,18 @@ class Epochs:
         idle: Callable[[], AbstractContextManager[None]] = nullcontext,
         barriers: Callable[[], int] = lambda: 0,
         stopped: Callable[[], bool] = lambda: False,
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """`steps` counts this worker's steps, and `barriers` how often it has waited for all others.
 
         `before_epoch` publishes what newcomers need. At the end of an epoch `flush` makes all steps part of what
         survives the loss of this worker, and `idle` is entered while it waits for others. `stopped` says
-        whether it must end its wait.
+        whether it must end its wait. `waiting` is called again and again meanwhile, and may raise.
         """
         self.before_epoch, self.steps, self.flush = before_epoch, steps, flush
         self.store, self.runtime, self.name, self.member = store, runtime, name, member
         self.lost, self.timeout_s = lost, timeout_s
-        self.idle, self.barriers, self.stopped = idle, barriers, stopped
+        self.idle, self.barriers, self.stopped, self.waiting = idle, barriers, stopped, waiting
         self.current: EpochClaims | None = None
 
     def key(self, epoch: int, visit: int) -> str:
@@ -187,6 +195,8 @@ class EpochClaims:
         self._ahead = 1
         """The number of batches to claim at once. It grows while this worker has to wait for the store."""
         self._ran_out = self._left = self._closed = False
+        self.is_stopped = EpochState.from_json(text).stopped
+        """Whether the job ends in this epoch, as far as this worker knows."""
 
     @property
     def first_open(self) -> int:
@@ -244,6 +254,7 @@ class EpochClaims:
         with epochs.idle():
             since, before, (pause, longest) = epochs.runtime.now(), self._text, POLL_S
             while (found := self._try()) is None:
+                epochs.waiting()
                 epochs.runtime.sleep(pause)
                 pause = min(2 * pause, longest)
                 if self._text != before:
@@ -271,12 +282,30 @@ class EpochClaims:
                 return False
         return None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this worker still reads the epoch."""
+        return not (self._closed or self._left)
+
+    def report(self) -> None:
+        """Report what was trained, and read what the others have reported."""
+        with self._lock:
+            if self.is_open:
+                self._update(0)
+
+    def stop(self) -> bool:
+        """The job ends. Returns False if this epoch has ended before: then it ends in a later one."""
+        with self._lock:
+            if self.is_open:
+                self._update(0, stop=True)
+            return self.is_stopped
+
     def leave(self) -> None:
         """The loop was left. The next `refresh` frees the batches that this worker has not trained."""
         self._left = True
 
-    def _update(self, count: int, unread: list[int] | None = None) -> None:
-        """Report trained batches, take over those of lost workers, and claim up to `count`."""
+    def _update(self, count: int, unread: list[int] | None = None, stop: bool = False) -> None:
+        """Report trained batches, take over those of lost workers, and claim up to `count`; `stop` ends the job."""
         epochs = self._epochs
         while True:
             lost = epochs.lost()
@@ -290,16 +319,19 @@ class EpochClaims:
             state.take_over(lost)
             state.finish(epochs.member, [*self._trained, *(unread or ())])
             state.again = sorted({*state.again, *(unread or ())})
+            if stop:
+                state.stop()
             left = state.batches - state.next + len(state.again)
             # Less at the end, so that the workers end at the same time.
             fair = max(1, left // (2 * max(1, len({*state.held, epochs.member}))))
-            claimed = state.claim(epochs.member, min(count, fair)) if count > 0 else []
+            claimed = state.claim(epochs.member, min(count, fair)) if count > 0 and not state.stopped else []
             text = state.to_json()
             found = text if text == self._text else epochs.store.compare_value(self._key, self._text, text)
             if text == self._text:  # nothing to change: read what others have changed
                 found = epochs.store.value(self._key) or text
             self._text = found
             if found == text:
+                self.is_stopped = state.stopped
                 self._trained = []
                 self._ready.extend(claimed)
                 return

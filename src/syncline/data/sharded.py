@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from syncline.data.claims import Epochs
+from syncline.data.claims import EpochClaims, Epochs
 from syncline.data.cursor import Cursor, DataPosition
 from syncline.data.order import refuse_distributed
 from syncline.data.partition import RankPartition, mix_seeds
@@ -125,6 +125,10 @@ class EpochReader(ABC, Generic[T]):
         steps = steps if source.divides(size) else 1
         return position.lose(size, lost, steps, lambda batch: source.untrained(position, batch))
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position for a checkpoint."""
+        return self.cursor.state_dict()
+
     @property
     def next_state(self) -> dict[str, Any]:
         """The position of the next global batch, for a rank that joins: an epoch that was left early is over."""
@@ -221,6 +225,8 @@ class Sharded(EpochReader[Piece]):
         """The DataLoader that is read, also for a Dataset; else the iterable."""
         part = partition_of(rank, size, seed, split, pad)
         super().__init__(_source(data, loader, part, split, drop_last), part, cursor, split)
+        self._claimed: tuple[tuple[int, int], list[list[Any]], EpochClaims] | None = None
+        """The epoch whose batches are claimed, after how many loads of a position, all its batches, and the claims."""
 
     @property
     def batch(self) -> int:
@@ -235,10 +241,13 @@ class Sharded(EpochReader[Piece]):
     def _read_claimed(self, position: DataPosition, epochs: Epochs) -> Generator[Piece, None, None]:
         source = self._source
         assert isinstance(source, IndexedSource), "`claimable` was asked before"
-        batches, read, first = source.batches_of(position.epoch), 0, 0
-        while first < len(batches) and read < position.samples:  # a resumed epoch
-            read, first = read + len(batches[first]), first + 1
+        batches, first = source.batches_of(position.epoch), 0
+        # A resumed epoch. Shares of lost ranks that were not trained begin at these places, or later.
+        trained = min([position.samples, *(lost.start for lost in position.lost_shares)])
+        while first < len(batches) and len(batches[first]) <= trained:
+            trained, first = trained - len(batches[first]), first + 1
         claims = epochs.begin(position.epoch, self.cursor.loads, len(batches), first)
+        self._claimed = (position.epoch, self.cursor.loads), batches, claims
         try:
             while True:
                 yield from source.read_claimed(position, batches, claims)
@@ -246,6 +255,14 @@ class Sharded(EpochReader[Piece]):
                     return
         finally:
             claims.leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position for a checkpoint. If batches are claimed, it is before the first that was not reported."""
+        now = self.cursor.epoch, self.cursor.loads
+        if self._claimed is None or self._claimed[0] != now:
+            return super().state_dict()
+        _, batches, claims = self._claimed
+        return Cursor(now[0], sum(map(len, batches[: claims.first_open]))).state_dict()
 
     def _read(self, position: DataPosition) -> Generator[Piece, None, None]:
         if self.claims is not None:

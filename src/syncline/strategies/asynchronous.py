@@ -10,6 +10,13 @@ claim the batches of an epoch one by one (`data/claims.py`). A newcomer is alone
                loads are its own                          at the epoch that the others read
 
 It does not enter the team of the world: its collectives are its own.
+
+If the launcher ends the job, all workers save one checkpoint and leave. The first one to know stops the epoch, which
+then no worker passes::
+
+    worker 0   step 7 │ stops the epoch, waits ───────────────┐ save, leave
+    worker 1   step 9 │ finds it stopped, waits ──────────────┤ save, leave
+    worker 2   waits at the end of the epoch, finds it stopped ┘ save, leave
 """
 
 from __future__ import annotations
@@ -39,6 +46,8 @@ logger = logging.getLogger("syncline")
 
 PUBLISH_EVERY_S = 1.0
 """Seconds between two publications of the learning rates, for newcomers."""
+CHECK_REQUESTS_EVERY_S = 1.0
+"""Seconds between two checks whether the launcher asks this worker to leave, while it waits at the end of an epoch."""
 SCHEDULE_KEY = "schedule"
 NOT_PUBLISHED = ("params",)
 
@@ -58,8 +67,11 @@ class AsynchronousRun(StrategyRun):
 
     _leaves = False
     """Whether this worker leaves an elastic job alone: it waits for no other at its end, and no other for it."""
+    _saved_at_end = False
+    """Whether this worker has saved the last checkpoint of the job."""
     _channel: ControlChannel
     _published = -PUBLISH_EVERY_S
+    _requests_checked = -CHECK_REQUESTS_EVERY_S
 
     def setup(self) -> None:
         super().setup()
@@ -75,6 +87,16 @@ class AsynchronousRun(StrategyRun):
 
     def flush_steps(self) -> None:
         """Make all steps of this worker part of what survives its loss."""
+
+    def note_last_steps(self) -> None:
+        """Before the last checkpoint of the job: report what is in it of this worker's steps."""
+        self.flush_steps()
+        self.note_trained()
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether the workers can save a checkpoint together at any step."""
+        return self.roll is not None
 
     def prepare_to_join(self) -> None:
         """In a newcomer: called before the others count it among them."""
@@ -131,7 +153,7 @@ class AsynchronousRun(StrategyRun):
         if elastic is not None and self.admits_newcomers:
             member, timeout_s = elastic.limits.member, world.transport.timeout
             self.roll = WorkerRoll(self._channel, elastic.connector, member, elastic.launched, timeout_s)
-            self._channel.on_refresh = self._refresh_claims
+            self._channel.on_refresh = self._refresh_claims if self.on_resize is None else self.refresh_roll
 
     def control_channel(self) -> ControlChannel:
         return self._channel
@@ -156,6 +178,17 @@ class AsynchronousRun(StrategyRun):
         elif self.saving_team.size > 1:
             barrier(self.saving_team)
 
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        """In an elastic job: wait for the other workers. Returns the texts of all of them, by worker.
+
+        They are the same on all workers. `what` names what all of them do, for messages.
+        """
+        assert self.roll is not None
+        if self.joining:
+            return {self.roll.member: text}
+        with self._idle_in_all_runs():
+            return self.roll.exchange(what, text)
+
     def shown_tensors(self) -> dict[str, Tensor]:
         return all_tensors(self.model)
 
@@ -167,13 +200,13 @@ class AsynchronousRun(StrategyRun):
     def finish(self) -> None:
         if self._leaves:
             self._release_claims()
-        else:
-            self._refresh_claims()
-        self.control_channel().finish()
-        if self._leaves:
             if self.roll is not None:
                 self.roll.leave()
+                self._save_as_last_worker()
+            self.control_channel().finish()
             return
+        self._refresh_claims()
+        self.control_channel().finish()
         if self.roll is None:
             self._barrier.close()
         else:
@@ -210,12 +243,20 @@ class AsynchronousRun(StrategyRun):
     def settle_uneven(self) -> None:
         pass
 
-    # Workers are at different steps, so each saves its own position.
+    # Workers are at different steps, so each saves its own position. If they claim batches, they have one together.
 
     def state_dict(self) -> dict[str, Any]:
+        if not self._claims:
+            state = super().state_dict()
+            position = {"cursors": self.readers.state_dict(), "steps": self.stats.steps, "kept": dict(self.loop_state)}
+            state["local"]["place"] = position
+            return state
+        self.note_trained()
+        self._report_claims()
+        steps = max(map(int, self.exchange("report their batches", str(self.stats.steps)).values()))
+        self._report_claims()
         state = super().state_dict()
-        position = {"cursors": self.readers.state_dict(), "steps": self.stats.steps, "kept": dict(self.loop_state)}
-        state["local"]["place"] = position
+        state["shared"]["steps"] = steps
         return state
 
     def saved_position(self, shared: Mapping[str, Any], local: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -279,11 +320,23 @@ class AsynchronousRun(StrategyRun):
             idle=self._idle_in_all_runs,
             barriers=lambda: roll.number,
             stopped=self._channel.stop_requested,
+            waiting=self._check_requests,
         )
+
+    def refresh_roll(self) -> None:
+        """In the background: learn which workers are present, and report and claim batches."""
+        if self.roll is not None:
+            self.roll.refresh()
+        self._refresh_claims()
 
     def _refresh_claims(self) -> None:
         for epochs in list(self._claims.values()):
             epochs.refresh()
+
+    def _report_claims(self) -> None:
+        for epochs in self._claims.values():
+            if epochs.current is not None:
+                epochs.current.report()
 
     def _release_claims(self) -> None:
         """Report what was trained. All other batches of this worker are free for the others."""
@@ -302,18 +355,85 @@ class AsynchronousRun(StrategyRun):
     def between_steps(self, missed: int = 0) -> bool:
         elastic = self.world.elastic
         self.note_trained()
+        if self._end_with_job():
+            return False
         if elastic is not None and elastic.leave_reason and not elastic.joining:
+            self.warn_of_no_checkpoint()
             self._leaves = True
             self.close()
             elastic.leave(self.world, elastic.leave_reason)
         return self.roll is None and super().between_steps(missed)
 
+    def _check_requests(self) -> None:
+        """While this worker waits at the end of an epoch."""
+        now, elastic = self.world.runtime.now(), self.world.elastic
+        if elastic is not None and now - self._requests_checked >= CHECK_REQUESTS_EVERY_S:
+            self._requests_checked = now
+            elastic.read_leave_request()
+        self._end_with_job()
+
+    def _end_with_job(self) -> bool:
+        """If the launcher ends the job: save a checkpoint together with the other workers, and leave.
+
+        Returns True if it ends the job, and all have trained this epoch: they save it in a later one, if there is one.
+        """
+        elastic = self.world.elastic
+        if elastic is None or elastic.joining or not self.saves_at_end:
+            return False
+        currents = [epochs.current for epochs in self._claims.values() if epochs.current is not None]
+        claims = [each for each in currents if each.is_open]
+        if not (elastic.leave_reason or any(each.is_stopped for each in claims)):
+            return False
+        if not elastic.formation.read_ending():
+            return False
+        stopped = [each.stop() for each in claims]
+        if any(stopped) or not claims:
+            self._save_and_leave(elastic.formation.ending)
+        return True
+
+    def _save_and_leave(self, reason: str) -> None:
+        """Save the last checkpoint together with the other workers, and end this process with a `SystemExit`."""
+        elastic = self.world.elastic
+        assert elastic is not None
+        for run in (self, *self._other_runs):
+            run.note_last_steps()
+            assert run.roll is not None, "newcomers are admitted"
+            run.roll.end()
+        self._save_last_checkpoint(reason)
+        self._leaves = True
+        self.close()
+        elastic.leave(self.world, reason)
+
+    def _save_as_last_worker(self) -> None:
+        """If all workers were asked to leave: the last of them saves a checkpoint."""
+        elastic, roll = self.world.elastic, self.roll
+        if elastic is None or roll is None or self._saved_at_end or not self.saves_at_end:
+            return
+        if elastic.leave_reason and roll.left_last():
+            self._save_last_checkpoint("all workers leave")
+
+    def _save_last_checkpoint(self, reason: str) -> None:
+        elastic, roll = self.world.elastic, self.roll
+        assert elastic is not None
+        assert roll is not None
+        self._saved_at_end = True
+        elastic.save_for_later(reason, lambda: roll.took_part[:1] == [roll.member])
+
     def apply_change_of_data(self, change: TeamChange) -> None:
         if self.roll is None:
             super().apply_change_of_data(change)
 
+    def team_changed(self, change: TeamChange) -> None:
+        """If workers may join, `batch_read` tells the script how many are present, also those in no team."""
+        if self.roll is None:
+            super().team_changed(change)
+        else:
+            self.use_team()
+            self.uneven.forget_rates()
+
     def batch_read(self, reader: Sharded | MicroBatches) -> None:
         super().batch_read(reader)
+        self._tell_number_of_workers()
         now = self.world.runtime.now()
         elastic = self.world.elastic
         if self.roll is not None and elastic is not None and now - self._published >= PUBLISH_EVERY_S:
@@ -321,13 +441,22 @@ class AsynchronousRun(StrategyRun):
             self._publish_schedule()
             elastic.read_leave_request()
 
+    def _tell_number_of_workers(self) -> None:
+        """Tell the script if the number of workers has changed."""
+        if self.roll is None or self.on_resize is None or self.roll.workers == self._team_size:
+            return
+        old, self._team_size = self._team_size, self.roll.workers
+        self.on_resize(old, self._team_size)
+        self._publish_schedule()
+
     def _publish_schedule(self) -> None:
         """Publish the optimizer's settings and the schedulers' state, for newcomers."""
         settings = [
             {key: value for key, value in group.items() if key not in NOT_PUBLISHED}
             for group in self.optimizer.param_groups
         ]
-        state = {"groups": settings, "schedulers": [each.state_dict() for each in self.uneven.schedulers.find()]}
+        schedulers = [each.state_dict() for each in self.uneven.schedulers.find()]
+        state = {"groups": settings, "schedulers": schedulers, "workers": self._team_size}
         try:
             tree, tensors = encode(state, "schedule")
         except IncompatibleError as error:
@@ -337,7 +466,11 @@ class AsynchronousRun(StrategyRun):
         self._channel.set_value(SCHEDULE_KEY, json.dumps([tree, values]))
 
     def _load_schedule(self) -> None:
-        """In a newcomer: continue with the optimizer's settings and the schedulers' state of another worker."""
+        """In a newcomer: continue with the optimizer's settings and the schedulers' state of another worker.
+
+        They are those for the number of workers that this one knew. A script's own are for that of the start.
+        """
+        self._team_size = self.usual_workers
         text = self._channel.value(SCHEDULE_KEY)
         if text is None:
             return
@@ -351,6 +484,7 @@ class AsynchronousRun(StrategyRun):
                 f"groups of parameters, and the others have {len(state['schedulers'])} and {len(state['groups'])}: a "
                 "worker joins with the same script"
             )
+        self._team_size = int(state["workers"])
         for group, settings in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(settings)
         for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):

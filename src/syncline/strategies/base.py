@@ -613,6 +613,17 @@ class StrategyRun(Run):
         """Bring workers that have missed steps up to date. Every worker calls it."""
         self.uneven.share_weights(missed)
 
+    def warn_of_no_checkpoint(self) -> None:
+        """If the launcher ends the job: say that this strategy saves no last checkpoint. The worker leaves alone."""
+        elastic = self.world.elastic
+        if elastic is not None and elastic.formation.read_ending() and self.world.rank == 0:
+            logger.warning(
+                "%s, and %r saves no checkpoint then: its workers cannot wait for each other in the middle of an "
+                "epoch; call sl.save between epochs",
+                elastic.formation.ending,
+                self.strategy,
+            )
+
     def start_in_team(self) -> None:
         """Called when the run is complete: the team of an elastic job may have changed meanwhile."""
         elastic = self.world.elastic

@@ -172,12 +172,14 @@ class DownpourRun(ReplicaRun):
             return
         self.hooks.pop().remove()
         transport, now, channel = self.client.network.transport, self.world.runtime.now, self._channel
+        elastic = self.world.elastic
         first, timeout_s = transport.members[self.client.network.workers[0]], transport.timeout
         before, since = -1, now()
         with self.timed_wait("worker 0 to warm up"):
             for _ in poll(self.world.runtime):
                 steps = self.client.steps()[0] * self.options.stride
                 ended = channel.has_finished(0) or channel.stop_requested()
+                ended |= elastic is not None and bool(elastic.leave_reason)  # worker 0 may wait to leave
                 if steps >= self.strategy.warmup or ended or first in transport.lost():
                     break
                 if steps > before:

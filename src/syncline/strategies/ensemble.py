@@ -135,6 +135,7 @@ class _AloneRun(LocalWeightsRun):
         """A worker that leaves does so after its own step: no reduction would tell the others before."""
         elastic = self.world.elastic
         if elastic is not None and elastic.leave_reason:
+            self.warn_of_no_checkpoint()
             elastic.leave(self.world, elastic.leave_reason)
         return super().between_steps(missed)
 

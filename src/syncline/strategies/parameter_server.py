@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -473,7 +473,7 @@ class ParameterServerRun(AsynchronousRun):
         if self.joining:
             return False
         if self.roll is not None:
-            return self.roll.present()[:1] == [self.roll.member]
+            return self.roll.present()[:1] in ([], [self.roll.member])  # the last one may have left
         network = self.client.network
         lost = network.transport.lost()
         return network.me == next(each for each in network.workers if network.transport.members[each] not in lost)
@@ -639,7 +639,7 @@ class ParameterServerRun(AsynchronousRun):
 
     def shared_state(self) -> dict[str, Any]:
         """What the servers hold: weights, the rules' state, and the clocks."""
-        clocks = saved_clocks(self, self.client.steps(), self.client.clock)
+        clocks = saved_clocks(self, self.client.steps, self.client.clock)
         return {
             "weights": self.keys.named(self.client.get()),
             "planes": {name: self.keys.named(row) for name, row in self._read_server_state().items()},
@@ -727,10 +727,15 @@ class ReplicaRun(ParameterServerRun):
         return super().shared_state()
 
 
-def saved_clocks(run: AsynchronousRun, clocks: Sequence[int], own: int) -> list[int]:
-    """The workers' clocks for a checkpoint. A lost worker gets this worker's clock."""
+def saved_clocks(run: AsynchronousRun, clocks: Callable[[], Sequence[int]], own: int) -> list[int]:
+    """The workers' clocks for a checkpoint: in an elastic job those of the workers that save.
+
+    Otherwise a lost worker gets this worker's clock.
+    """
+    if run.roll is not None:
+        return [int(clock) for clock in run.exchange("save their clocks", str(own)).values()]
     lost = run.world.lost
-    return [own if rank in lost else clock for rank, clock in enumerate(clocks)]
+    return [own if rank in lost else clock for rank, clock in enumerate(clocks())]
 
 
 def loaded_clocks(run: AsynchronousRun, saved: Sequence[int]) -> list[int]:

@@ -191,7 +191,7 @@ class Readers:
         return reader
 
     def state_dict(self) -> dict[str, Any]:
-        return self._positions | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()}
+        return self._positions | {key: reader.state_dict() for key, (_, reader) in self._readers.items()}
 
     def next_state(self) -> dict[str, Any]:
         """The positions of the next global batch, for a worker that joins. Call it after `regroup`, in the same step.

@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,7 @@ def distribute(
     With `find_unused_parameters` a parameter that only some workers use in a step (an expert, a task's head) gets the
     mean over all workers, in which the others count as zeros; without it, `allreduce` raises an error.
     `on_resize(old, new)` is called on every worker when the number of workers of an elastic job has changed, for
-    example to set the learning rate.
+    example to set the learning rate. Strategies with parameter servers call it before each worker's next batch.
     `parallel="pipeline(2) x allreduce"` splits the model into two stages, and synchronises the workers of each stage by
     a strategy. The result is the `PipelineRun` of `sl.pipeline(model, optimizer, loss_fn, stages=2)`, which has
     `run.step(x, y)`. The arguments of `pipeline(…)` are stages, schedule, microbatches and recompute.
@@ -228,7 +229,7 @@ def _prepare_elastic(
     kinds = ", ".join(type(each).__name__ for each in optimizers)  # rates may depend on the number of workers
     chosen = {"the strategy": repr(strategy), "the codec": repr(codec), "the optimizer": kinds}
     world.elastic.compare_run(world, {**chosen, **describe_model(model)})
-    world.elastic.save_for_later = lambda: save_for_later(world)
+    world.elastic.save_for_later = partial(save_for_later, world)
     leave_on_signals(world)
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from syncline.checkpoint.files import CheckpointName
 from syncline.checkpoint.save import save
 from syncline.environment.base import JOB_FOLDER_VARIABLE
 from syncline.errors import SynclineError
@@ -26,10 +27,11 @@ SAVED, NOT_SAVED = "saved", "not saved"
 """Kinds of entries in the control log: the launcher shows them when the job has ended."""
 
 
-def save_for_later(world: World) -> None:
-    """Save the runs of the world and their schedulers in the job's folder. Every member of the team calls it.
+def save_for_later(world: World, why: str, reports: Callable[[], bool]) -> None:
+    """Save the runs of the world and their schedulers in the job's folder. Every worker that is left calls it.
 
-    A failure is reported, and the job ends or continues as it would without a checkpoint.
+    `reports` returns afterwards whether this worker writes the result into the log. After a failure the job ends or
+    continues as it would without a checkpoint.
     """
     elastic, folder = world.elastic, os.environ.get(JOB_FOLDER_VARIABLE, "")
     if elastic is None or not world.runs or not folder:
@@ -37,15 +39,15 @@ def save_for_later(world: World) -> None:
     objects = objects_to_save(world)
     step = max(each.stats.steps for each in objects.values() if isinstance(each, StrategyRun))
     place, log = RunFolder(folder).checkpoints, elastic.formation.log
-    why = elastic.reason_to_save
     try:
-        save(place, step=step, keep=1, **objects)
+        saved = CheckpointName.parse(save(place, step=step, keep=1, **objects).name)
     except (SynclineError, OSError) as error:
         logger.warning("%s; step %d could not be saved in %s: %s", why, step, place, error)
-        if world.rank == 0:
+        if reports():
             log.append(NOT_SAVED, step=step, folder=str(place), reason=str(error))
         return
-    if world.rank == 0:
+    if reports():
+        step = step if saved is None else saved.step  # the largest of all workers
         logger.warning("%s: step %d is saved in %s", why, step, place)
         log.append(SAVED, step=step, folder=str(place), load=describe_load(place, list(objects)))
 

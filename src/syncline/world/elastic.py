@@ -297,8 +297,9 @@ class Elastic:
         self.leave_reason = ""
         """Why this member leaves after the present step; empty if it does not. A signal handler may set it."""
         self.formation.stopped = lambda: self.leave_reason
-        self.save_for_later: Callable[[], None] = lambda: None
-        """Saves a checkpoint, with all members of a team that has fewer than the minimum or is the last one."""
+        self.save_for_later: Callable[[str, Callable[[], bool]], None] = lambda why, reports: None
+        """Saves a checkpoint for the given reason, with all members of a team that has fewer than the minimum or is the
+        last one. The second argument returns afterwards whether this member reports it."""
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
@@ -606,7 +607,7 @@ class Elastic:
             if self._saves:
                 saved = True
                 share_steps()
-                self.save_for_later()
+                self.save_for_later(self.reason_to_save, lambda: world.rank == 0)
                 self._catch_up_with_data(world)
                 if self.team.ends:
                     self.leave(world, self.formation.ending or self.leave_reason)

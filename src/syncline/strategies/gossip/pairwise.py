@@ -512,7 +512,7 @@ class PairwiseRun(AsynchronousRun):
         self.peers = PairwisePeers(channel, state, self.snapshot.numel(), self.stats, roll.present())
         self.peers.on_joined = roll.refresh
         roll.on_read = self._follow_roll
-        self._channel.on_refresh = self._refresh_roll
+        self._channel.on_refresh = self.refresh_roll
         self._channel.report_steps(0)  # from now on the roll is read in the background
 
     @property
@@ -743,11 +743,6 @@ class PairwiseRun(AsynchronousRun):
             f"({', '.join(GRAPHS)}) and no servers, or leave --restart out"
         )
 
-    def _refresh_roll(self) -> None:
-        if self.roll is not None:
-            self.roll.refresh()
-        self._refresh_claims()
-
     def _follow_roll(self) -> None:
         """Reply to workers that have joined, and ask lost ones no more. Several tasks may call it."""
         peers, roll = self.peers, self.roll
@@ -781,6 +776,19 @@ class PairwiseRun(AsynchronousRun):
             peer = self._draw(self.peers)
             if peer is not None:
                 self._average_with(self.peers, peer)
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Only if all workers stop in the same epoch: one that waits in `agreed()` needs the weights of all others."""
+        return super().saves_at_end and bool(self._claims)
+
+    def note_last_steps(self) -> None:
+        """The weights of all workers are in the checkpoint, and so are all steps."""
+        self._end_average()
+        self.absorb()
+        for epochs in self._claims.values():
+            if epochs.current is not None:
+                epochs.current.trained(self.stats.steps)
 
     def prepare_to_join(self) -> None:
         """Take the weights and the buffers of one worker. Only then may others average with this one."""
@@ -838,9 +846,9 @@ class PairwiseRun(AsynchronousRun):
         self.wait_for_all("save their weights")
         if self.peers is not None:
             self._saved_weights = self.peers.weights.clone()
-        clocks = saved_clocks(self, self._channel.steps(), self.stats.steps)
+        clocks = saved_clocks(self, self._channel.steps, self.stats.steps)
         self.wait_for_all("go on from a checkpoint")
-        return {"clocks": clocks, "workers": self.communicator.size}
+        return {"clocks": clocks, "workers": len(clocks)}
 
     def local_state(self) -> dict[str, Any]:
         refuse_inside_agreed(self)

@@ -126,18 +126,6 @@ def test_script_that_cannot_start_is_not_restarted_forever(runs: Runs) -> None:
     assert run.err.endswith("syncline: 0 ranks are left of 2, and the job needs at least 1: it ends\n")
 
 
-def test_frozen_rank_is_killed_and_started_again(runs: Runs) -> None:
-    options = ("--elastic", "1:2", "--restart", "1", "--lost-after", "2")
-    run = runs.start("run", "-n", "2", *options, runs.script(WAITING))
-    told(runs, 0)
-    kill(runs, 1, signal.SIGSTOP)
-    told(runs, 2)
-    assert end(runs, run).code == 0, run.describe()
-    assert "rank 1 sent no heartbeat for" in run.err
-    assert "it is started again in 1 s" in run.err
-    runs.assert_nothing_left()
-
-
 JOINED = f"""{MEMBER}
 if "SYNCLINE_JOIN" in os.environ:
     until("fail")
@@ -249,7 +237,7 @@ while not joined:
         optimizer.step()
         steps += 1
         if member == 1 and steps == 5:
-            os.kill(os.getpid(), 9)
+            os.kill(os.getpid(), int(os.environ.get("SIGNAL", 9)))
     # The worker that was started again is in. Until then it is alone, and has taken no step.
     joined = int(sl.allreduce(torch.tensor([member]), op="max")) > 2 and run.stats.steps > 0
 run.close()
@@ -259,13 +247,26 @@ say("done", member, world.rank, world.size, repr(weights), run.stats.steps)
 
 
 @pytest.mark.parametrize(
-    ("transport", "strategy"), [("torch_dist", "allreduce"), ("zeromq", "allreduce"), ("torch_dist", "easgd(period=1)")]
+    ("transport", "strategy", "sent"),
+    [
+        ("torch_dist", "allreduce", signal.SIGSTOP),
+        ("torch_dist", "allreduce", signal.SIGKILL),
+        ("zeromq", "allreduce", signal.SIGKILL),
+        ("torch_dist", "easgd(period=1)", signal.SIGKILL),
+    ],
 )
-def test_training_continues_and_a_restarted_worker_joins(runs: Runs, transport: str, strategy: str) -> None:
+def test_training_continues_and_a_restarted_worker_joins(
+    runs: Runs, transport: str, strategy: str, sent: signal.Signals
+) -> None:
+    """The worker is killed in a step, or frozen: then the launcher kills it."""
     options = ("-n", "3", "--elastic", "2:3", "--restart", "1", "--folder", "job")
+    lost_after = ("--lost-after", "3") if sent == signal.SIGSTOP else ()
     script = runs.script(TRAINING.replace("STRATEGY", repr(strategy)))
-    run = runs.run("run", *options, script, variables={"SYNCLINE_TRANSPORT": transport})
+    variables = {"SYNCLINE_TRANSPORT": transport, "SIGNAL": str(int(sent))}
+    run = runs.run("run", *options, *lost_after, script, variables=variables)
     assert run.code == 0, run.describe()
+    assert ("rank 1 sent no heartbeat for" in run.err) == (sent == signal.SIGSTOP)
+    assert "it is started again in 1 s" in run.err
     lines = sorted(line[line.index("done") :].split() for line in run.out.splitlines() if "done" in line)
     assert [line[1:4] for line in lines] == [["0", "0", "3"], ["2", "1", "3"], ["3", "2", "3"]], run.describe()
     assert len({tuple(line[4:]) for line in lines}) == 1, "the same weights and steps on all"
@@ -293,7 +294,7 @@ def test_survivors_save_a_checkpoint_if_too_few_are_left(runs: Runs) -> None:
 
 LEAVING = (
     TRAINING.replace(
-        """            os.kill(os.getpid(), 9)
+        """            os.kill(os.getpid(), int(os.environ.get("SIGNAL", 9)))
 """,
         """            os.kill(os.getpid(), SIGNAL)
 """,
@@ -324,7 +325,7 @@ def test_leaving_below_the_minimum_ends_the_job(runs: Runs) -> None:
 
 PREEMPTED = TRAINING.replace("STRATEGY", 'os.environ["STRATEGY"]').replace(
     """        if member == 1 and steps == 5:
-            os.kill(os.getpid(), 9)
+            os.kill(os.getpid(), int(os.environ.get("SIGNAL", 9)))
 """,
     """        if steps == 5:
             post(f"training{member}")
@@ -361,6 +362,12 @@ def test_preempted_launcher_makes_the_workers_save_and_leave(
     runs.assert_nothing_left()
 
 
+def server_of(runs: Runs) -> int:
+    """The process id of one of the servers."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in runs.processes()}
+    return min(pid for pid, words in lines.items() if b"syncline.server" in words)
+
+
 ASYNCHRONOUS = """
 import torch, syncline as sl
 member = int(os.environ["SYNCLINE_MEMBER"])
@@ -382,13 +389,14 @@ while joined.any():  # until an epoch in which the worker that was started again
         optimizer.step()
         steps += 1
         if member == 1 and steps == 3:
+            post("training")
             os.kill(os.getpid(), 9)
     with run.agreed():
         joined = (model.weight[:, 1] == 0).all().reshape(1)
-        first = bool((model.weight[:, 0] < 0).all())
+        trained = bool((model.weight.sum(1) < 0).all())
 sl.save("saved", step=run.stats.steps, run=run)
 run.close()
-say("done", member, first, repr(float(model.weight.detach().double().sum())), *resized)
+say("done", member, trained, repr(float(model.weight.detach().double().sum())), *resized)
 """
 
 
@@ -396,11 +404,19 @@ say("done", member, first, repr(float(model.weight.detach().double().sum())), *r
     ("strategy", "replicas"), [("ssp(slack=2)", 2), ("downpour(push=2, fetch=2)", 1), ("gossip(pairwise=True)", 0)]
 )
 def test_a_restarted_worker_joins_an_asynchronous_run(runs: Runs, strategy: str, replicas: int) -> None:
-    """Column 0 is trained by the first workers, column 1 by the one that was started again for worker 1."""
+    """Column 1 is trained by the worker that was started again for worker 1, column 0 by the others.
+
+    With two replicas a server is frozen too.
+    """
     servers = ("--servers", "2", "--replicas", str(replicas)) if replicas else ()
     options = (*servers, "--elastic", "1:3", "--restart", "1", "--folder", "job")
-    run = runs.run("run", "-n", "3", *options, runs.script(ASYNCHRONOUS), variables={"STRATEGY": strategy})
-    assert run.code == 0, run.describe()
+    options += ("--lost-after", "3") if replicas == 2 else ()
+    run = runs.start("run", "-n", "3", *options, runs.script(ASYNCHRONOUS), variables={"STRATEGY": strategy})
+    if replicas == 2:
+        runs.read("training")
+        os.kill(server_of(runs), signal.SIGSTOP)
+    assert run.finish().code == 0, run.describe()
+    assert ("sent no heartbeat for" in run.err) == (replicas == 2), run.describe()
     lines = sorted(line[line.index("done") :].split() for line in run.out.splitlines() if "done" in line)
     assert [line[1:3] for line in lines] == [["0", "True"], ["2", "True"], ["3", "True"]], run.describe()
     assert len({line[3] for line in lines}) == 1, "the same weights on all"

@@ -6,7 +6,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise, product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import syncline as sl
 from syncline.errors import PeerLostError, UnsupportedError
 from syncline.server import network_of, serve, server_network
+from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import strategy_run
 from syncline.strategies.parameter_server import ParameterServerRun
 from syncline.testing import hunt_cases
@@ -38,8 +40,21 @@ STRATEGIES = {
     "master": "master(sync=False)",
     "easgd": "easgd(sync=False, period=2)",
 }
+FIXED_TEAMS = {
+    "master, tree": ("master(sync=False, masters=2)", 3),
+    "master, synchronous tree": ("master(masters=2)", 3),
+    "easgd, tree": ("easgd(sync=False, period=2, centres=2)", 2),
+    "hogwild": ("hogwild", 0),
+    "onesided": ("onesided", 0),
+}
+"""Strategies that no worker can join, each with its servers."""
+NETWORK = sl.Network(ranks_per_host=WORKERS, inside=sl.Link(latency=1e-5, bandwidth=1e9))
+"""For strategies without servers: hogwild needs workers on one host."""
 LATE = ("the job has ended", "not admitted")
 """Words of the errors of a newcomer that came too late."""
+DECLARED_LOST = ("was declared lost", "declared this rank lost")
+"""Words of the errors of a worker that wakes up later."""
+REFUSED = "survives the loss of a worker, but no worker can join"
 MAX_SECONDS = 200.0
 """Virtual seconds. Timeouts are 300 s, and the launcher's limit 10 s."""
 
@@ -62,7 +77,7 @@ class Trouble:
             assert world.elastic is not None
             world.elastic.leave_reason = "it received SIGTERM"
             return
-        transport = server_network(world).transport  # a newcomer's own world is not simulated
+        transport = world.transport.job_channel  # a newcomer's own world is not simulated
         if self.kind == "kill":
             kill_rank(transport)
         else:
@@ -130,10 +145,13 @@ class Case:
     joins: int
 
     @staticmethod
-    def draw(seed: int) -> Case:
-        """Up to two of three workers get into trouble, and some that join; up to two join."""
+    def draw(seed: int, servers: int | None = None) -> Case:
+        """Up to two of three workers get into trouble, and some that join; up to two join.
+
+        With `servers` there are as many, and all of them last.
+        """
         draw, chaos = random.Random(seed), seed % 2 == 1
-        losses = ServerLosses.draw(draw)
+        losses = ServerLosses.draw(draw) if servers is None else ServerLosses(servers)
         joins = draw.randint(0, 2)
         faults: list[Fault] = [Join(at=draw.uniform(0, 0.3)) for _ in range(joins)]
         first_newcomer = WORKERS + losses.servers + len(losses.plan.rounds)
@@ -149,11 +167,34 @@ class Case:
             else:
                 troubles[member] = Trouble(trouble.kind, 1 << 30)
                 faults.append(trouble.fault(member, draw.uniform(0.0, 0.4)))
-        if not chaos and draw.random() < 0.2:  # one link between a worker and a server is slow for some time
-            start, server = draw.uniform(0, 0.3), WORKERS + draw.randrange(losses.servers)
-            cut = Partition((draw.randrange(WORKERS),), start, start + draw.uniform(0.01, 8.0), (server,))
+        if not chaos and draw.random() < 0.2:  # one link of a worker, to a server if there is one, fails for some time
+            start = draw.uniform(0, 0.3)
+            other = WORKERS + draw.randrange(losses.servers) if losses.servers else draw.randrange(WORKERS)
+            cut = Partition((draw.randrange(WORKERS),), start, start + draw.uniform(0.01, 8.0), (other,))
             faults.append(cut)
         return Case(seed, chaos, draw.choice([16, 25, 36]), troubles, tuple(faults), losses, joins)
+
+    def with_short_cuts(self, seconds: float) -> Case:
+        """Cuts that lose no worker take at most `seconds`."""
+        faults: list[Fault] = [
+            replace(each, stop=min(each.stop, each.start + seconds))
+            if isinstance(each, Partition) and each.stop < each.start + 10.0
+            else each
+            for each in self.faults
+        ]
+        return replace(self, faults=tuple(faults))
+
+    def without_cuts(self) -> Case:
+        """Workers are frozen where they would be cut off."""
+        troubles = {
+            member: replace(each, kind="freeze") if each.kind == "cut" else each
+            for member, each in self.troubles.items()
+        }
+        faults: list[Fault] = [
+            Freeze(each.group[0], each.start, each.stop - each.start) if isinstance(each, Partition) else each
+            for each in self.faults
+        ]
+        return replace(self, troubles=troubles, faults=tuple(faults))
 
 
 @dataclass
@@ -168,6 +209,13 @@ class Journal:
     read: Counter[tuple[int, int]] = field(default_factory=Counter)
     """By epoch and sample: the batches that were read with it."""
     clocks: dict[int, list[int]] = field(default_factory=dict)
+    """By member: its clock after each of its steps."""
+    steps_seen: dict[int, list[list[int]]] = field(default_factory=dict)
+    """By member: the steps of all workers, as it sees them after each of its steps."""
+    own: dict[int, Tensor] = field(default_factory=dict)
+    """By member: its weights after its latest step."""
+    moved: dict[int, Tensor] = field(default_factory=dict)
+    """By member: the sum of its steps."""
     begun: bool = False
     """Whether the first server was lost."""
     ended: bool = False
@@ -201,7 +249,8 @@ class Worker:
         """The pushes of all workers that `own` contains."""
 
     def train(self) -> Result:
-        server_network(self.world, self.case.losses.replicas)
+        if self.case.losses.servers:
+            server_network(self.world, self.case.losses.replicas)
         model = torch.nn.Embedding(self.case.samples, 2)
         torch.nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -213,13 +262,20 @@ class Worker:
                 for batch in shard:
                     self.journal.pushes.epochs[self.member] = epoch
                     self.step(model, optimizer, epoch, batch)
-                    self.journal.clocks.setdefault(self.member, []).append(clock_of(run))
+                    self.note_clocks(run)
                 self.meet_trouble(-1 - epoch)
                 with run.agreed():
                     if not self.joins:  # a newcomer is alone until the first epoch that it reads
                         agreed.append(model.weight.detach().clone())
                 scheduler.step()
         return Result(model.weight.detach().clone(), float(optimizer.param_groups[0]["lr"]), tuple(agreed))
+
+    def note_clocks(self, run: sl.Run) -> None:
+        inner = strategy_run(run)
+        assert isinstance(inner, AsynchronousRun)
+        clock = inner.client.clock if isinstance(inner, ParameterServerRun) else inner.stats.steps
+        self.journal.clocks.setdefault(self.member, []).append(clock)
+        self.journal.steps_seen.setdefault(self.member, []).append(inner.control_channel().steps())
 
     @property
     def joins(self) -> bool:
@@ -244,6 +300,9 @@ class Worker:
             self.subtract_pushes()
         self.journal.steps += 1
         self.journal.trained.update(samples)
+        self.journal.own[self.member] = model.weight.detach().clone()
+        moved = float(optimizer.param_groups[0]["lr"]) * model.weight.grad
+        self.journal.moved[self.member] = self.journal.moved.get(self.member, torch.zeros_like(moved)) - moved
 
     def subtract_pushes(self) -> None:
         assert self.own is not None
@@ -283,12 +342,6 @@ class Worker:
                 self.servers.silence_soon(losses.last, how, losses.last_seconds)
 
 
-def clock_of(run: sl.Run) -> int:
-    inner = strategy_run(run)
-    assert isinstance(inner, ParameterServerRun)
-    return inner.client.clock
-
-
 def simulated(strategy: str, case: Case) -> tuple[Simulation, Journal]:
     losses, journal = case.losses, Journal()
     servers = Servers(WORKERS, losses.servers, losses.replicas, losses.plan, elastic=True)
@@ -296,6 +349,7 @@ def simulated(strategy: str, case: Case) -> tuple[Simulation, Journal]:
         found = sl.simulate(
             lambda world: Worker(world, strategy, case, journal, servers).train(),
             WORKERS,
+            None if losses.servers else NETWORK,
             elastic=(1, WORKERS + 2),
             extra=servers.members,
             faults=case.faults,
@@ -306,10 +360,13 @@ def simulated(strategy: str, case: Case) -> tuple[Simulation, Journal]:
     return found, journal
 
 
-def check_ends(found: Simulation, case: Case, elastic_averaging: bool) -> tuple[list[Result], int]:
+def check_ends(
+    found: Simulation, case: Case, elastic_averaging: bool, refused: Sequence[str] = LATE
+) -> tuple[list[Result], int]:
     """Workers end well, leave, are lost, or were declared lost and say so. Returns the results.
 
-    It also returns how many may have read batches that others read again.
+    It also returns how many may have read batches that others read again. `refused` has words of the errors of
+    newcomers.
     """
     first_newcomer = WORKERS + case.losses.servers + len(case.losses.plan.rounds)
     results, lost = list[Result](), 0
@@ -323,9 +380,9 @@ def check_ends(found: Simulation, case: Case, elastic_averaging: bool) -> tuple[
             lost += 1
         elif kind == "leave" and isinstance(result, SystemExit):
             lost += elastic_averaging  # its local steps since the last exchange are trained again
-        elif kind in ("freeze", "cut") and "declared lost" in str(result):
+        elif kind in ("freeze", "cut") and any(words in str(result) for words in DECLARED_LOST):
             lost += 1
-        elif number < WORKERS or not any(words in str(result) for words in LATE):
+        elif number < WORKERS or not any(words in str(result) for words in refused):
             raise AssertionError(f"member {member} (its trouble: {kind}): {result!r}") from result
     return results, lost
 
@@ -355,6 +412,80 @@ def check_case(strategy: str, case: Case) -> None:
     assert found.time < MAX_SECONDS, "a wait has ended at its timeout"
 
 
+def endure_without_joins(name: str) -> Callable[[int], int]:
+    """The same for a strategy that no worker can join. The case returns how many newcomers were refused.
+
+    With hogwild a worker that is cut off is frozen: the workers share the memory of one host.
+    """
+    strategy, servers = FIXED_TEAMS[name]
+
+    def check(seed: int) -> int:
+        case = Case.draw(seed, servers)
+        if name == "master, synchronous tree":  # with uneven data a worker waits in its last step for those in agreed()
+            case = replace(case, samples=24)
+        elif name == "hogwild":
+            case = case.without_cuts()
+        elif name == "onesided":  # the mean does not count a worker that cannot be read for 5 s
+            case = case.with_short_cuts(4.0)
+        found, journal = simulated(strategy, case)
+        results, _ = check_ends(found, case, "easgd" in strategy, (*LATE, REFUSED))
+        assert results, "no worker has ended well"
+        for result in results:
+            assert torch.equal(result.weights, results[0].weights)
+            assert result.rate == 0.5**EPOCHS
+            assert len(result.agreed) == EPOCHS
+            for one, other in zip(result.agreed, results[0].agreed, strict=True):
+                assert torch.equal(one, other), "the weights in run.agreed() differ"
+        check_steps(journal)
+        assert set(journal.read.values()) <= {1}, "no batch is dealt again"
+        if len(results) == WORKERS:
+            assert journal.trained == dict.fromkeys(product(range(EPOCHS), range(case.samples)), 1)
+        if name == "hogwild":
+            check_sum_of_steps(journal, results[0].weights)
+        elif name == "onesided":
+            check_mean(journal, results[0].weights)
+        else:
+            check_spaces(journal.pushes, results[0].weights, strategy)
+        assert found.time < MAX_SECONDS, "a wait has ended at its timeout"
+        return sum(REFUSED in str(result) for result in found.results[WORKERS:])
+
+    return check
+
+
+def check_steps(journal: Journal) -> None:
+    """Clocks never go back."""
+    for clocks in journal.clocks.values():
+        assert clocks == sorted(clocks)
+    for seen in journal.steps_seen.values():
+        for before, after in pairwise(seen):
+            assert all(one <= other for one, other in zip(before, after, strict=True)), (before, after)
+
+
+def check_sum_of_steps(journal: Journal, weights: Tensor) -> None:
+    """hogwild: the shared memory has each step of all workers once."""
+    assert torch.equal(weights, torch.stack(list(journal.moved.values())).sum(dim=0))
+
+
+def check_mean(journal: Journal, weights: Tensor) -> None:
+    """onesided: the model is the mean of some workers' weights, and no step counts more than once in them."""
+    total = torch.stack(list(journal.moved.values())).sum(dim=0)
+    for own in journal.own.values():
+        assert bool((own <= 0).all())
+        assert bool((own >= total - 1e-5).all())
+    choices = [some for count in range(len(journal.own)) for some in combinations(journal.own.values(), count + 1)]
+    assert any(torch.allclose(weights, torch.stack(some).mean(dim=0), atol=1e-5) for some in choices)
+
+
+def check_spaces(pushes: PushRecords, weights: Tensor, strategy: str) -> None:
+    """A tree: the root has each acknowledged sum once, and relays and groups agree on what was acknowledged."""
+    by_space: dict[str, PushRecords] = {}
+    for push in pushes.sent:
+        by_space.setdefault(push.client.description.name, PushRecords()).sent.append(push)
+    (root,) = (name for name in by_space if "group" not in name)
+    sign = 1.0 if "easgd" in strategy else -1.0
+    check_weights(by_space[root], weights, sign=sign, synchronous=by_space[root].sent[0].client.description.synchronous)
+
+
 def check_data(journal: Journal, case: Case, lost: int, pushed: bool) -> None:
     """Every sample of each epoch was trained, and read at most once more for each lost worker.
 
@@ -380,6 +511,14 @@ def check_data(journal: Journal, case: Case, lost: int, pushed: bool) -> None:
 def test_survivors_agree_whatever_happens(name: str) -> None:
     check = endure(STRATEGIES[name])
     hunt_cases(check, seeds(4 if name == "ssp" else 2), f"endure({STRATEGIES[name]!r})({{seed}})")
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("name", FIXED_TEAMS)
+def test_survivors_agree_if_nobody_can_join(name: str) -> None:
+    refused, check = list[int](), endure_without_joins(name)
+    hunt_cases(lambda seed: refused.append(check(seed)), seeds(6), f"endure_without_joins({name!r})({{seed}})")
+    assert sum(refused), "no newcomer was refused"
 
 
 def play(strategy: str, trouble: Trouble) -> tuple[Simulation, Journal, list[Result]]:
@@ -431,6 +570,18 @@ def test_easgd_subtracts_what_the_end_of_an_epoch_has_pushed() -> None:
 )
 def test_seeds_that_once_failed(name: str, seed: int) -> None:
     endure(STRATEGIES[name])(seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("hogwild", 28),  # a worker that was declared lost takes steps in the shared memory when it wakes up
+        ("onesided", 6),  # a worker that was declared lost ends with weights of its own
+        ("master, tree", 54),  # the others raise an error when a worker has exited
+    ],
+)
+def test_seeds_that_once_failed_if_nobody_can_join(name: str, seed: int) -> None:
+    endure_without_joins(name)(seed)
 
 
 @pytest.mark.parametrize("joins", [[], [Join(at=0.12)]])

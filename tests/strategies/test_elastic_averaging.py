@@ -22,12 +22,13 @@ from syncline.errors import IncompatibleError
 from syncline.strategies.base import strategy_run
 from syncline.strategies.gossip import build_graph
 from syncline.testing import hunt_cases
-from syncline.transports.faults import Fault, Join
+from syncline.transports.faults import Fault, Join, Partition
 from syncline.transports.simulated import kill_rank
 from syncline.world import World
 from tests.data.cases import Numbers
 from tests.hunting import seeds
 from tests.strategies.test_elastic import member_of, survive
+from tests.strategies.test_elastic_asynchronous import DECLARED_LOST, Trouble
 
 WORKERS = 4
 LENGTH = 5
@@ -258,16 +259,20 @@ def test_seeds_that_once_failed(name: str, seed: int) -> None:
 @pytest.mark.hunt
 @pytest.mark.parametrize("strategy", ["average", "ensemble(mean='outputs')"])
 def test_a_lost_worker_is_left_out_of_the_mean(strategy: str) -> None:
-    """One linear model: the mean of weights and the mean of predictions are equal, that of the survivors."""
+    """One linear model: the mean of weights and the mean of predictions are equal, that of the survivors.
 
-    def work(world: World, victims: dict[int, int]) -> tuple[Tensor, Tensor, int]:
+    Workers are killed, frozen, cut off, exit, or are asked to leave; sometimes one link is cut.
+    """
+
+    def work(world: World, troubles: dict[int, Trouble]) -> tuple[Tensor, Tensor, int]:
         model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
         torch.nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with sl.distribute(model, optimizer, strategy=strategy, algorithm="ring") as run:
             for step, _ in enumerate(run.shard(DataLoader(Numbers(66), batch_size=4))):
-                if victims.get(member_of(world)) == step:
-                    kill_rank(world.transport)
+                trouble = troubles.get(member_of(world))
+                if trouble is not None and trouble.step == step:
+                    trouble.strike(world)
                 world.compute(0.01)
                 optimizer.zero_grad()
                 model(torch.full((1, 1), 2.0 ** member_of(world), dtype=torch.float64)).sum().backward()
@@ -278,15 +283,37 @@ def test_a_lost_worker_is_left_out_of_the_mean(strategy: str) -> None:
             return own, found, strategy_run(run).members
 
     def check(seed: int) -> None:
-        draw = random.Random(seed)
-        victims = {member: draw.randrange(4) for member in draw.sample(range(WORKERS), draw.randint(0, 3))}
-        results = sl.simulate(
-            lambda world: work(world, victims), WORKERS, elastic=(1, WORKERS), seed=seed, chaos=seed % 2 == 1
-        ).results
-        left = [result for result in results if result is not None]
-        assert len(left) == WORKERS - len(victims)
+        draw, chaos = random.Random(seed), seed % 2 == 1
+        troubles, faults = {}, list[Fault]()
+        for member in draw.sample(range(WORKERS), draw.randint(0, 3)):
+            seconds = draw.choice([draw.uniform(0.01, 9.0), draw.uniform(11.0, 20.0)])
+            kind = draw.choice(["kill", "kill", "freeze", "cut", "exit", "leave"])
+            troubles[member] = Trouble(kind, draw.randrange(4), seconds)
+        if not chaos and draw.random() < 0.2:
+            start = draw.uniform(0, 0.04)
+            faults.append(Partition((0,), start, start + draw.uniform(0.01, 8.0), (draw.randrange(1, WORKERS),)))
+        found = sl.simulate(
+            lambda world: work(world, troubles),
+            WORKERS,
+            elastic=(1, WORKERS),
+            faults=faults,
+            seed=seed,
+            chaos=chaos,
+            return_exceptions=True,
+        )
+        left = [result for result in found.results if isinstance(result, tuple)]
+        for member, result in enumerate(found.results):
+            kind = troubles[member].kind if member in troubles else "none"
+            if isinstance(result, BaseException) and not (
+                (kind == "leave" and isinstance(result, SystemExit))
+                or (kind in ("freeze", "cut") and any(words in str(result) for words in DECLARED_LOST))
+            ):
+                raise result
+            assert result is not None or kind in ("kill", "exit")
+        assert left, "no worker has ended well"
+        assert found.time < 200.0, "a wait has ended at its timeout"
         mean = torch.stack([own for own, _, _ in left]).mean(dim=0)
-        assert all(close(found, mean) for _, found, _ in left), (victims, left)
+        assert all(close(found, mean) for _, found, _ in left), (troubles, left)
         assert all(torch.equal(found, left[0][1]) for _, found, _ in left)
 
     hunt_cases(check, seeds(6, 600), "check({seed})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline.errors import PeerLostError
+from syncline.server import network_of, serve
 from syncline.strategies.base import strategy_run
 from syncline.strategies.gossip import GRAPHS, Gossip, PairwiseRun
 from syncline.strategies.gossip.pairwise import REQUEST_TAG, STATE, PairMessage, PairwisePeers
@@ -27,10 +29,17 @@ from tests.data.cases import Numbers
 from tests.hunting import seeds
 
 WORKERS, EPOCHS = 4, 2
+FIXED_GRAPHS: dict[str, tuple[Any, int]] = {
+    "edges": ("0-1, 1-2, 2-3", 0),
+    "matrix": ([[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25, 0, 0.25, 0.5]], 0),
+    "servers": ("ring", 1),
+}
+"""Graphs that no worker can join, each with the servers of the job."""
 LATE = ("the job has ended", "not admitted")
 """What a newcomer says that comes too late."""
-LOST = "declared lost"
+LOST = ("was declared lost", "declared this rank lost")
 """What a worker says that was frozen or cut off for too long."""
+REFUSED = "survives the loss of a worker, but no worker can join"
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,11 @@ class Case:
     rate: float
     blows: Mapping[int, Blow]
     joins: Sequence[Fault]
+    servers: int = 0
 
     @staticmethod
-    def draw(seed: int) -> Case:
+    def draw(seed: int, fixed: str = "") -> Case:
+        """`fixed` names a graph that no worker can join."""
         draw = random.Random(f"pairwise {seed}")
         blows = {}
         for member in draw.sample(range(WORKERS), draw.choice([0, 1, 1, 2, 3])):
@@ -82,9 +93,11 @@ class Case:
             )
         if len(blows) == WORKERS - 1 and draw.random() < 0.5:  # the newcomers may be all that is left
             blows[min(set(range(WORKERS)) - blows.keys())] = Blow("kill", "step", 7)
+        graph, servers = FIXED_GRAPHS[fixed] if fixed else (draw.choice(sorted(GRAPHS)), 0)
         return Case(
             seed=seed,
-            strategy=Gossip(draw.choice(sorted(GRAPHS)), pairwise=True, period=draw.randint(1, 2), seed=seed),
+            servers=servers,
+            strategy=Gossip(graph, pairwise=True, period=draw.randint(1, 2), seed=seed),
             samples=draw.choice([24, 33, 48]),
             rate=draw.choice([0.0, 1.0]),
             blows=blows,
@@ -192,6 +205,7 @@ def simulated(case: Case) -> tuple[Simulation, Journal]:
             faults=case.joins,
             seed=case.seed,
             chaos=case.seed % 2 == 1,
+            extra=[lambda transport: serve(network_of(transport, WORKERS, 1, elastic=True))] * case.servers,
             timeout=60.0,
             return_exceptions=True,
         )
@@ -206,15 +220,18 @@ def outcome(found: Simulation, case: Case) -> list[Result]:
         kind = case.blows[number].kind if number < WORKERS and number in case.blows else "none"
         if kind == "leave" and isinstance(result, SystemExit):
             continue
-        expected = (LOST,) if kind in ("freeze", "cut") else LATE
+        expected = LOST if kind in ("freeze", "cut") else (*LATE, *((REFUSED,) if number >= WORKERS else ()))
         if not any(words in str(result) for words in expected):
             raise result
     return [result for result in found.results if isinstance(result, Result)]
 
 
-def check(seed: int) -> int:
-    """All workers that are left end with the same model, and averages change no sum. Returns how many have joined."""
-    case = Case.draw(seed)
+def check(seed: int, fixed: str = "") -> int:
+    """All workers that are left end with the same model, and averages change no sum. Returns how many have joined.
+
+    With a `fixed` graph it returns how many newcomers were refused.
+    """
+    case = Case.draw(seed, fixed)
     found, journal = simulated(case)
     results = outcome(found, case)
     spared = [member for member in range(WORKERS) if member not in case.blows]
@@ -227,11 +244,14 @@ def check(seed: int) -> int:
     for at_end in zip(*(each.agreed for each in full), strict=True):
         assert all(torch.equal(each, at_end[0]) for each in at_end)
     late = [
-        each for each in found.results if isinstance(each, BaseException) and any(words in str(each) for words in LATE)
+        each
+        for each in found.results
+        if isinstance(each, BaseException) and any(words in str(each) for words in (*LATE, REFUSED))
     ]
     losses = len(found.results) - len(results) - len(late)
+    assert found.time < 60.0 * 2, "a wait has ended at its timeout"
     for epoch in range(EPOCHS):
-        for sample in range(case.samples if results else 0):
+        for sample in range(case.samples if results and not fixed else 0):
             assert journal.trained[epoch, sample] >= 1, (epoch, sample)
             assert journal.read[epoch, sample] <= 1 + losses, (epoch, sample)
     joined = [each for each in results if each.member >= WORKERS]
@@ -239,11 +259,14 @@ def check(seed: int) -> int:
         for weights in (*journal.begun.values(), *(each.weights for each in results)):
             assert start_of(0) - 1e-9 <= float(weights.min())
             assert float(weights.max()) <= start_of(WORKERS - 1) + 1e-9
+    if fixed:
+        assert not joined
+        assert set(journal.read.values()) <= {1}, "no batch is dealt again"
     if losses == 0:
         total = sum(journal.begun[each.member] + journal.steps.get(each.member, 0.0) for each in results)
         assert isinstance(total, Tensor)
         torch.testing.assert_close(len(results) * results[0].weights, total)
-    return len(joined)
+    return sum(REFUSED in str(result) for result in found.results[WORKERS:]) if fixed else len(joined)
 
 
 @pytest.mark.hunt
@@ -252,6 +275,41 @@ def test_workers_leave_and_join() -> None:
     joined: list[int] = []
     hunt_cases(lambda seed: joined.append(check(seed)), seeds(12), "check({seed})")
     assert sum(joined) >= len(joined) // 4
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("graph", FIXED_GRAPHS)
+def test_workers_leave_a_graph_that_nobody_can_join(graph: str) -> None:
+    refused: list[int] = []
+    hunt_cases(lambda seed: refused.append(check(seed, graph)), seeds(6), f"check({{seed}}, {graph!r})")
+    assert sum(refused), "no newcomer was refused"
+
+
+@pytest.mark.parametrize("seed", [14, 25])
+def test_a_worker_that_was_declared_lost_at_its_end_says_so(seed: int) -> None:
+    """In a graph that no worker can join. It once ended with weights of its own."""
+    check(seed, "servers")
+
+
+def test_a_worker_leaves_a_graph_of_edges_at_once() -> None:
+    def work(world: World) -> float:
+        assert world.elastic is not None
+        model = Rows(24, 0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with suppress(SystemExit), sl.distribute(model, optimizer, Gossip("0-1, 1-2", pairwise=True)) as run:
+            for step, batch in enumerate(run.shard(DataLoader(Numbers(24), batch_size=1))):
+                if world.elastic.limits.member == 1 and step == 2:
+                    world.elastic.leave_reason = "it received SIGTERM"
+                world.compute(1.0)
+                optimizer.zero_grad()
+                run.model(batch).backward()
+                optimizer.step()
+        return world.runtime.now()
+
+    first, leaving, last = sl.simulate(work, 3, elastic=(1, 3)).results
+    assert leaving < 5.0
+    assert 8.0 < first < 15.0
+    assert 8.0 < last < 15.0
 
 
 @pytest.mark.parametrize("lost_in", ["read the weights", "leave with the same model"])

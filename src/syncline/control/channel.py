@@ -377,6 +377,13 @@ class ControlBarrier:
         since, progress = runtime.now(), (self._read_until, [0])
         next_check = since + CHECK_LEFT_EVERY_S
         for _ in poll(runtime):
+            if rank in (lost := self._world.lost):
+                raise PeerLostError(
+                    f"rank {rank} waits for all workers to {what}, and was declared lost ({lost[rank]}): the others "
+                    "continue without it",
+                    peer=rank,
+                    pending=what,
+                )
             missing = self._missing(arrived)
             if not missing:
                 return

@@ -189,6 +189,14 @@ class AsynchronousRun(StrategyRun):
         with self._idle_in_all_runs():
             return self.roll.exchange(what, text)
 
+    def raise_if_declared_lost(self) -> None:
+        """Raise if this worker was declared lost. It may have been frozen, and the others continue without it."""
+        if (why := self.world.lost.get(self.communicator.rank)) is not None:
+            raise PeerLostError(
+                f"worker {self.communicator.rank} was declared lost ({why}): the others continue without it",
+                peer=self.communicator.rank,
+            )
+
     def shown_tensors(self) -> dict[str, Tensor]:
         return all_tensors(self.model)
 
@@ -225,11 +233,11 @@ class AsynchronousRun(StrategyRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leaves = self.roll is not None and isinstance(error, SystemExit) and not self.joining
+        self._leaves = self.world.elastic is not None and isinstance(error, SystemExit) and not self.joining
         super().__exit__(kind, error, trace)
 
     def close_at_exit(self) -> None:
-        self._leaves = self.roll is not None and not self.joining
+        self._leaves = self.world.elastic is not None and not self.joining
         self.close()  # other workers may wait for this process
 
     def wait_for_reload(self) -> None:
@@ -278,7 +286,9 @@ class AsynchronousRun(StrategyRun):
 
     @property
     def elastic_refusal(self) -> str:
-        return "" if self.admits_newcomers else super().elastic_refusal
+        if self.admits_newcomers:
+            return ""
+        return f"{self.strategy!r} survives the loss of a worker, but no worker can join: leave --restart out"
 
     @cached_property
     def _claims(self) -> dict[str, Epochs]:

@@ -72,9 +72,10 @@ class _HogwildRun(AsynchronousRun):
         self.open_channel(self._load_weights)
         self._total: int | None = 0
         """Steps of all workers at the end of this worker's latest step."""
-        self.hooks = [optimizer.register_step_post_hook(self._after_step)]
-        if self.settings.check_finite:
-            self.hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self.hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     def _check_memory_is_shared(self) -> None:
         """Refuse workers on several hosts, a codec, and a model on a GPU."""
@@ -150,8 +151,10 @@ class _HogwildRun(AsynchronousRun):
     # Steps.
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Values that are not finite must not reach the shared memory."""
-        check_gradients(self)
+        """No value that is not finite, and no step of a worker that was declared lost, reaches the shared memory."""
+        self.raise_if_declared_lost()
+        if self.settings.check_finite:
+            check_gradients(self)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_memory()

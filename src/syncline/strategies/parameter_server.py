@@ -254,6 +254,8 @@ class ParameterServerRun(AsynchronousRun):
     def explain_lost(self, peer: int) -> str:
         """What a user can do after the loss of a member; empty if nothing is known."""
         network, client = self.client.network, self.client
+        if network.is_lost(network.me):  # the others have declared this worker lost
+            return ""
         if peer not in network.servers or not network.transport.gone_reason(peer):
             if client.status.min_clock >= NO_CLOCK:  # no worker trains any more: no read waits for a clock
                 return ""
@@ -487,7 +489,7 @@ class ParameterServerRun(AsynchronousRun):
 
     @property
     def elastic_refusal(self) -> str:
-        if server_network(self.world).dedicated:
+        if self.has_tree or server_network(self.world).dedicated:
             return super().elastic_refusal
         return (
             f"a worker joins {self.strategy!r} only if the servers are processes of their own: start the job with "

@@ -713,8 +713,10 @@ class PairwiseRun(AsynchronousRun):
             super().finish()
             return
         self._channel.finish()
-        if self.peers is not None:
-            self._write(self.model, list(self.peers.read_final(self._channel.steps).values()))
+        if self.peers is not None and not self._leaves:
+            rows = list(self.peers.read_final(self._channel.steps).values())
+            self.raise_if_declared_lost()  # then the rows of the others may be missing
+            self._write(self.model, rows)
 
     def read_final(self) -> None:
         self._write_mean_of_all("leave with the same model")
@@ -758,8 +760,10 @@ class PairwiseRun(AsynchronousRun):
                 peers.forget(peer, lost[peer])
 
     def _raise_if_lost(self) -> None:
-        """Raise if this worker was declared lost. It asks the store only then."""
-        if self.roll is not None and self.peers is not None and self.peers.closed:
+        """Raise if this worker was declared lost. With a roll it asks the store only then."""
+        if self.roll is None:
+            self.raise_if_declared_lost()
+        elif self.peers is not None and self.peers.closed:
             self.roll.alive()
 
     @property

@@ -129,6 +129,7 @@ class OneSidedRun(AsynchronousRun):
     # Steps.
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.raise_if_declared_lost()
         if self.settings.check_finite:
             check_gradients(self)
         if self.communicator.size > 1:

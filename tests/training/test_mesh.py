@@ -139,6 +139,41 @@ def test_every_synchronous_strategy_leaves_one_model(strategy: str, codec: str |
     )
 
 
+SLOW = sl.Link(latency=1e-7, bandwidth=1e5)
+ODD_RANKS_ARE_SLOW = sl.Network(
+    latency=1e-2, bandwidth=1e12, links={(a, b): SLOW for a in range(1, 8, 2) for b in range(1, 8, 2) if a != b}
+)
+"""Data parallelism over tensor 1 has another network than over tensor 0: each alone would choose otherwise."""
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "quantize(4)"}, {"strategy": "adacomm(start=4, seconds=0.3)"}])
+def test_whole_parameters_are_reduced_alike_by_all_tensor_ranks(options: dict[str, Any]) -> None:
+    def work(world: World) -> tuple[Tensor, dict[str, str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 3))
+        optimizer = make_optimizer(model)
+        plan = sl.parallel.tensor({"2": "columns", "4": "rows"}, size=2)
+        run = sl.distribute(model, optimizer, parallel=plan, **options)
+        for step in range(8):
+            x, y = own_batch(world, step)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x.float()), y)
+            torch.autograd.backward(loss)
+            run.note_loss(loss)
+            optimizer.step()
+        weight = model.get_parameter("0.weight").detach().clone()
+        return weight, run.config["collectives_chosen"]
+
+    (weight, choices), *others = sl.simulate(work, ranks=8, network=ODD_RANKS_ARE_SLOW).results
+    assert choices
+    for other, its_choices in others:
+        assert its_choices == choices
+        # After a round of adacomm workers of another place along "data" may have other weights.
+        assert "strategy" in options or torch.equal(other, weight)
+    if "strategy" in options:
+        assert torch.equal(others[0][0], weight)
+
+
 def test_agreed_shows_the_whole_model_and_training_continues() -> None:
     expected = train_alone("cnn")
 
@@ -344,6 +379,7 @@ def test_a_scaler_that_is_not_named_is_refused() -> None:
         ("cnn", [HEAD, WeirdTrick("a", size=4)], {}, "give both the same size"),
         ("experts", EXPERTS, {"strategy": "ensemble"}, "no worker has a whole one"),
         ("experts", EXPERTS, {"strategy": "gossip(pairwise=True)"}, "compute it together"),
+        ("experts", EXPERTS, {"strategy": "easgd(centres=2)"}, "groups all workers, and here"),
         ("experts", "experts(2) x expert(2)", {}, "did you mean 'experts'"),
         ("experts", [EXPERTS, 3], {}, "a text, the result of"),
     ],

@@ -493,7 +493,7 @@ def test_a_closure_is_refused() -> None:
 class SomeUnused(TransformerNet):
     """The first block, which is divided, is used by the first data-parallel worker only."""
 
-    first: ClassVar[bool] = True
+    first = True
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x.reshape(-1, 3, 2))
@@ -508,7 +508,7 @@ def test_unused_divided_layers_count_as_zeros() -> None:
         model = SomeUnused().double()
         optimizer = make_optimizer(model)
         with sl.distribute(model, optimizer, parallel=parallel, find_unused_parameters=True):
-            object.__setattr__(model, "first", world.mesh.position(world.rank)[1] == 0)
+            model.first = world.mesh.position(world.rank)[1] == 0
             for step in range(3):
                 optimizer.zero_grad()
                 backward(world, model, step)
@@ -580,7 +580,8 @@ def test_a_compiled_model_has_the_gradients_of_the_plain_one() -> None:
         optimizer = make_optimizer(model)
         with sl.distribute(model, optimizer, parallel="tensor({'0': 'columns', '2': 'rows'}, size=2)"):
             found = []
-            for each in (model, torch.compile(model, backend="aot_eager")):
+            compiled: Any = torch.compile(model, backend="aot_eager")
+            for each in (model, compiled):
                 optimizer.zero_grad()
                 torch.autograd.backward(each(own_batch(world, 0)[0].float()).square().sum())
                 found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))

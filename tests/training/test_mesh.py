@@ -463,7 +463,7 @@ def test_optimizers_that_need_the_whole_tensor_are_refused(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
-def test_fused_optimizers_update_slices(options: dict[str, bool]) -> None:
+def test_fused_optimizers_update_slices(options: dict[str, Any]) -> None:
     expected = train_alone("cnn", optimizer="adamw", clip=None)
 
     def work(world: World) -> dict[str, Tensor]:
@@ -543,6 +543,7 @@ class Dropped(TransformerNet):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.outer(self.embed(x.reshape(-1, 3, 2)))
+        block: Any
         for block in self.blocks:
             hidden = hidden + block.down(self.inner(torch.tanh(block.up(block.norm(hidden)))))
         output: Tensor = self.head(hidden.mean(1))

@@ -66,6 +66,7 @@ def main(steps: int) -> None:
     model = LanguageModel().to(world.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     with sl.distribute(model, optimizer) as run:
+        torch.manual_seed(world.rank)  # the gates of the workers draw different noise
         for (rows,) in islice(cycle(run.shard(loader)), steps):
             optimizer.zero_grad()
             loss = f.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())

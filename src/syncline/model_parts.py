@@ -63,3 +63,10 @@ class ModelPart:
     """The names that this worker needs."""
     slices: Mapping[str, DimensionSlice] = field(default_factory=dict)
     """The names of which it has only a slice."""
+    keeps_state: bool = False
+    """Whether it saves the run's state of its part even if other workers save all of its tensors."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this worker saves anything of its part."""
+        return bool(self.saves) or self.keeps_state

@@ -14,11 +14,11 @@ SMALL = ("--width", "64", "--layers", "1", "--batch", "4", "--rounds", "1", "--t
 
 
 def test_contenders_train_alike_and_send_what_was_predicted(tmp_path: Path) -> None:
-    plans = "weird_trick('a');weird_trick('b')"
+    plans = "weird_trick('a');weird_trick('b');weird_trick('c')"
     options = ("-n", "2", "--model", "vgg(side=8, dense=64)", "--plan", plans)
     printed = bench(tmp_path, "parallel", *SMALL, *options)
     rows = {row["contender"]: row for row in json.loads((tmp_path / "out" / "parallel.json").read_text())["results"]}
-    assert [*rows] == ["weird_trick('a')", "weird_trick('b')", "data parallel", "one process"]
+    assert [*rows] == ["weird_trick('a')", "weird_trick('b')", "weird_trick('c')", "data parallel", "one process"]
     assert max(row["difference"] for row in rows.values()) < 1e-4
     for name, row in rows.items():
         if name.startswith("weird"):

@@ -404,15 +404,21 @@ def test_a_codec_passes_nan_on() -> None:
     assert results[1][0] == [False] * 4
 
 
+def skewed(count: int) -> NoisyTopK:
+    """A gate that sends equal tokens to one expert, and so to one worker."""
+    return NoisyTopK(FEATURES, count, 1, noisy=False)
+
+
 def forward_and_backward(world: sl.World) -> tuple[dict[str, Tensor], Tensor]:
-    """Tokens on some workers only, with and without a codec."""
-    for codec in (None, "quantize(8)"):
-        layer = make(codec=codec)
+    """Tokens on some workers only, with and without a codec, and all tokens to one worker."""
+    for codec, gate in (("quantize(8)", None), (None, None), (None, skewed(4))):
+        layer = make(codec=codec, gate=gate)
         divide(layer, world)
-        y = layer(tokens(7 * world.rank, seed=world.rank))
+        y = layer(tokens(7 * world.rank, seed=world.rank) if gate is None else tokens(1, 0).expand(9, -1))
         (y.square().sum() + layer.loss).backward()
-        if codec is None:
+        if codec is None and gate is None:
             found = gradients(layer), layer.loss.detach()
+    assert sorted(layer.statistics.tokens) == [0, 0, 0, 18]
     return found
 
 
@@ -427,7 +433,7 @@ def test_gloo_exchanges_what_the_simulator_does(gloo: Pool) -> None:
 
 
 def run_with_seed(seed: int) -> None:
-    """Any number of workers, experts and tokens, and any capacity, in any order of events."""
+    """Any number of workers, experts and tokens, any capacity, all tokens to one worker, in any order of events."""
     draw = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -437,18 +443,27 @@ def run_with_seed(seed: int) -> None:
     count, counts = size * number(1, 3), [number(0, 6) for _ in range(size)]
     capacity = (None, 0.5, 1.25)[number(0, 3)]
     codec = (None, None, "cast('bf16')")[number(0, 3)]
+    to_one_worker = number(0, 3) == 0
+    network = sl.Network(eager=0.0) if number(0, 2) else None
+    """Without buffers: a send ends only when its receive is there."""
+
+    def new(codec: str | None = None) -> Experts:
+        return make(count, gate=skewed(count) if to_one_worker else None, capacity=capacity, codec=codec)
+
+    def own_tokens(rank: int) -> Tensor:
+        return tokens(1, seed).repeat(counts[rank], 1) if to_one_worker else tokens(counts[rank], seed=rank)
 
     def work(world: sl.World) -> Any:
-        layer = make(count, capacity=capacity, codec=codec)
+        layer = new(codec)
         divide(layer, world)
-        x = tokens(counts[world.rank], seed=world.rank).requires_grad_(counts[world.rank] % 2 == 0)
+        x = own_tokens(world.rank).requires_grad_(counts[world.rank] % 2 == 0)
         y = layer(x)
         (y.square().sum() + layer.loss).backward()
         return y.detach(), gradients(layer)
 
-    results = sl.simulate(work, ranks=size, seed=seed, chaos=True).results
-    layer = make(count, capacity=capacity)
-    outputs = [layer(tokens(each, seed=rank)) for rank, each in enumerate(counts)]
+    results = sl.simulate(work, ranks=size, seed=seed, chaos=True, network=network).results
+    layer = new()
+    outputs = [layer(own_tokens(rank)) for rank in range(size)]
     torch.autograd.backward([y.square().sum() for y in outputs])
     close = 1e-6 if codec is None else 0.1
     for result, y in zip(results, outputs, strict=True):

@@ -30,7 +30,7 @@ class Attend(nn.Module):
         self.masks = options.pop("masks", "")
         self.inputs = inputs
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.attn = nn.MultiheadAttention(WIDTH, HEADS, **options)
+        self.attn = nn.MultiheadAttention(WIDTH, options.pop("heads", HEADS), **options)
         self.keys, self.values = nn.Linear(WIDTH, self.attn.kdim), nn.Linear(WIDTH, self.attn.vdim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,6 +83,12 @@ def test_divided_attention_trains_as_a_whole_one(case: str, workers: int) -> Non
     check_training(
         make, {"attn": "heads"}, squares, numbers(10, 2, 4, WIDTH), workers, "adam" if workers == 2 else "sgd"
     )
+
+
+@pytest.mark.parametrize(("workers", "heads"), [(1, 3), (4, 4), (4, 12)])
+def test_other_numbers_of_heads(workers: int, heads: int) -> None:
+    make = seeded(lambda: Attend(heads=heads, need_weights=False))
+    check_training(make, {"attn": "heads"}, squares, numbers(10, 3, 5, WIDTH), workers)
 
 
 def test_attention_without_a_batch() -> None:

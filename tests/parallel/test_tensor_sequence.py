@@ -16,7 +16,7 @@ from syncline.parallel.tensor_layers.random_streams import split_random
 from syncline.world import World
 from tests.parallel.divided import backward, check_training, divide, numbers, seeded
 
-WIDTH = 6
+WIDTH = 12
 
 
 class Block(nn.Module):
@@ -25,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, batch_first: bool = True) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attn = nn.MultiheadAttention(WIDTH, 3 if WIDTH % 2 else 6, batch_first=batch_first)
+        self.attn = nn.MultiheadAttention(WIDTH, 12, batch_first=batch_first)
         self.up, self.down = nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ def word_batches(count: int, *shape: int) -> list[Tensor]:
     return [torch.randint(0, 9, shape, generator=draw) for _ in range(count)]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_divided_sequences_train_as_whole_ones(workers: int) -> None:
-    check_training(seeded(Model), WHOLE_EMBEDDING, plain_loss, word_batches(10, 2, 6), workers, "adam", 1e-9)
+    check_training(seeded(Model), WHOLE_EMBEDDING, plain_loss, word_batches(10, 2, 12), workers, "adam", 1e-9)
 
 
 def test_divided_sequences_with_a_divided_vocabulary() -> None:

@@ -20,13 +20,15 @@ SAMPLES = 12
 
 
 class ExpertNet(nn.Module):
-    """A layer of four experts between dense layers. Its balance loss has a weight."""
+    """A layer of experts between dense layers. Its balance loss has a weight."""
 
-    def __init__(self, balance: float = 0.0) -> None:
+    tensor_plan: ClassVar[dict[str, str]] = {"first": "columns+gather"}
+
+    def __init__(self, balance: float = 0.0, count: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
         expert = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8))
-        self.moe = Experts(expert, count=4, top=2, capacity=None, gate=NoisyTopK(8, 4, 2, loss_weight=balance))
+        self.moe = Experts(expert, count, top=2, capacity=None, gate=NoisyTopK(8, count, 2, loss_weight=balance))
         self.head = nn.Linear(8, 3)
         self.moe.gate.eval()  # without noise, which differs between workers
 
@@ -78,11 +80,42 @@ class TransformerNet(nn.Module):
         return output
 
 
+class LanguageNet(nn.Module):
+    """Experts between an embedding and an output layer, which are one parameter if `tied`. Numbers become words."""
+
+    tensor_plan: ClassVar[dict[str, str]] = {"embed": "vocabulary", "head": "vocabulary"}
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        expert = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8))
+        self.moe = Experts(expert, count=4, top=2, capacity=None, gate=NoisyTopK(8, 4, 2, loss_weight=0.0))
+        self.moe.gate.eval()
+        self.head = nn.Linear(8, 11, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.embed((3 * x).round().long().abs() % 11)).mean(1)
+        output: Tensor = self.head(hidden + self.moe(hidden))
+        return output
+
+
+def criterion(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a model: that of divided logits where the output layer is divided by the vocabulary."""
+    if not isinstance(model, LanguageNet):
+        return functional.cross_entropy
+    return lambda logits, targets: sl.parallel.cross_entropy(logits, targets, model.head)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": ExpertNet,
+    "three experts": lambda: ExpertNet(count=3),
     "balanced": lambda: ExpertNet(0.1),
     "cnn": make_cnn,
     "transformer": TransformerNet,
+    "language": LanguageNet,
+    "tied language": lambda: LanguageNet(tied=True),
 }
 
 
@@ -101,6 +134,15 @@ def make_optimizer(model: nn.Module, kind: str = "sgd") -> torch.optim.Optimizer
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All state of the optimizer, by parameter. Those without a gradient have none, such as the noise of a gate."""
+    return {
+        f"{name} {key}": torch.as_tensor(value).clone()
+        for name, each in model.named_parameters()
+        for key, value in optimizer.state.get(each, {}).items()
+    }
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +185,7 @@ def train(
         x, y = own_batch(world, step)
         trainer.zero_grad()
         freeze(model, thaw is not None and step < thaw)
-        torch.autograd.backward(functional.cross_entropy(model(x), y))
+        torch.autograd.backward(criterion(model)(model(x), y))
         if clip is not None:
             run.clip_grad_norm_(clip)
         trainer.step()
@@ -173,7 +215,7 @@ def train_alone(
         x, y = batch_of(step)
         trainer.zero_grad()
         freeze(model, thaw is not None and step < thaw)
-        torch.autograd.backward(functional.cross_entropy(model(x), y))
+        torch.autograd.backward(criterion(model)(model(x), y))
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         trainer.step()

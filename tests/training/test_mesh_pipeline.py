@@ -15,10 +15,20 @@ import syncline as sl
 from syncline.errors import IncompatibleError
 from syncline.parallel.partition import StagePartition
 from syncline.world import World
-from tests.training.mesh_models import assert_equal, batch_of, make_model, make_optimizer, own_batch, train, train_alone
+from tests.training.mesh_models import (
+    assert_equal,
+    batch_of,
+    criterion,
+    make_model,
+    make_optimizer,
+    optimizer_state,
+    own_batch,
+    train,
+    train_alone,
+)
 
 TENSOR = sl.parallel.tensor(size=2)
-CUTS = {"transformer": ["blocks.1"], "experts": ["head"], "cnn": ["4"]}
+CUTS = {"transformer": ["blocks.1"], "experts": ["head"], "cnn": ["4"], "language": ["moe"], "tied language": ["moe"]}
 FOUR_STAGES = ["blocks.0", "blocks.1", "head"]
 
 
@@ -38,9 +48,7 @@ def train_pipeline(
     model = make_model(name)
     trainer = make_optimizer(model, optimizer)
     options = {"microbatches": 2, "clip_norm": 0.5, **options}
-    run = sl.pipeline(
-        model, trainer, functional.cross_entropy, stages=stages or CUTS[name], parallel=parallel, **options
-    )
+    run = sl.pipeline(model, trainer, criterion(model), stages=stages or CUTS[name], parallel=parallel, **options)
     if load is not None:
         sl.load(load, run=run)
     for step in steps:
@@ -60,6 +68,8 @@ def train_pipeline(
         ("transformer", TENSOR, "zero_bubble", 4),
         ("transformer", TENSOR, "zbv", 8),
         ("experts", sl.parallel.experts(2), "zero_bubble", 8),
+        ("language", [sl.parallel.experts(2), TENSOR], "1f1b", 8),
+        ("tied language", TENSOR, "zero_bubble", 4),
         ("cnn", sl.parallel.weird_trick("c", size=2), "1f1b", 4),
         ("cnn", [sl.parallel.spatial("1", size=2), sl.parallel.weird_trick("a", size=2)], "1f1b", 8),
     ],
@@ -131,43 +141,62 @@ def test_a_text_names_the_mesh() -> None:
         assert all(torch.equal(state[key], results[0][1][key]) for key in state)
 
 
-def loaded(world: World, folder: Path, parallel: Any, stages: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The whole model and AdamW's averages as they are after a load."""
+def whole_state(
+    world: World, folder: Path, parallel: Any, stages: Any, save: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The whole model and AdamW's state as they are saved after two steps, or loaded."""
     model = make_model("transformer")
     optimizer = make_optimizer(model, "adamw")
     if stages is None:
         run: Any = sl.distribute(model, optimizer, parallel=parallel)
     else:
         run = sl.pipeline(model, optimizer, functional.cross_entropy, stages=stages, parallel=parallel or ())
-    sl.load(folder, run=run)
+    if save:
+        for step in range(2):
+            x, y = own_batch(world, step)
+            if stages is None:
+                optimizer.zero_grad()
+                torch.autograd.backward(functional.cross_entropy(model(x), y))
+                optimizer.step()
+            else:
+                run.step(x, y)
+        sl.save(folder, step=2, run=run)
+    else:
+        sl.load(folder, run=run)
     run.close()
-    averages = {name: optimizer.state[each]["exp_avg"].clone() for name, each in model.named_parameters()}
-    return {key: value.clone() for key, value in model.state_dict().items()}, averages
+    state = optimizer_state(model, optimizer)
+    return {key: value.clone() for key, value in model.state_dict().items()}, state
 
 
-def test_a_checkpoint_of_any_mesh_loads_into_any_other(tmp_path: Path) -> None:
-    def save(world: World) -> None:
-        train_pipeline(world, "transformer", TENSOR, range(2), optimizer="adamw", save=tmp_path)
+MESHES: dict[str, tuple[int, Any, Any]] = {
+    "pipeline 2 x tensor 2": (4, TENSOR, CUTS["transformer"]),
+    "data 2": (2, None, None),
+    "data 2 x tensor 2": (4, TENSOR, None),
+    "one worker": (1, None, None),
+    "tensor 4": (4, sl.parallel.tensor(size=4), None),
+    "pipeline 4": (4, None, FOUR_STAGES),
+}
 
-    sl.simulate(save, ranks=4)
-    states: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-    for ranks, parallel, stages in (
-        (4, TENSOR, CUTS["transformer"]),  # pipeline 2 x tensor 2
-        (2, None, None),  # data 2
-        (1, None, None),
-        (4, sl.parallel.tensor(size=4), None),
-        (4, None, FOUR_STAGES),
-    ):
-        states += sl.simulate(
-            lambda world, parallel=parallel, stages=stages: loaded(  # type: ignore[misc]
+
+@pytest.mark.parametrize("saved_by", ["pipeline 2 x tensor 2", "data 2", "data 2 x tensor 2"])
+def test_a_checkpoint_of_any_mesh_loads_into_any_other(saved_by: str, tmp_path: Path) -> None:
+    ranks, parallel, stages = MESHES[saved_by]
+    expected, *_ = sl.simulate(
+        lambda world: whole_state(world, tmp_path, parallel, stages, save=True), ranks=ranks
+    ).results
+    names = list(dict(make_model("transformer").named_parameters()))
+    assert {f"{name} {key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")} == set(expected[1])
+    for name, (ranks, parallel, stages) in MESHES.items():
+        loaded = sl.simulate(
+            lambda world, parallel=parallel, stages=stages: whole_state(  # type: ignore[misc]
                 world, tmp_path, parallel, stages
             ),
             ranks=ranks,
         ).results
-    for state in states:
-        for found, expected in zip(state, states[0], strict=True):
-            assert list(found) == list(expected)
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
+        for state in loaded:
+            for found, saved in zip(state, expected, strict=True):
+                assert found.keys() == saved.keys(), name
+                assert all(torch.equal(found[key], saved[key]) for key in saved), name
 
 
 def test_training_continues_on_another_mesh(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class _Saving:
             self.run_states[name] = {
                 "local": state["local"],
                 "shared": clone(state["shared"]) if first else None,
-                "part": clone(state["part"]) if part is not None and part.saves else None,
+                "part": clone(state["part"]) if part is not None and part.writes else None,
             }
 
     def write_own_part(self) -> None:
@@ -207,7 +207,7 @@ class _Saving:
         files: dict[str, Any] = {}
         for name, run in self.runs.items():
             part = run.model_part()
-            if part is not None and part.saves:
+            if part is not None and part.writes:
                 folder = model_part_name(name, part.number)
                 tree = part_tree(part, run.model, run.optimizer, parameter_names(run.model))
                 write_part(self.hidden / folder, {**tree, "state": self.run_states[name]["part"]}, "")

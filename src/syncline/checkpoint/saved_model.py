@@ -58,6 +58,7 @@ class SavedModel:
     def __init__(self, checkpoint: Path, name: str, optimizer: dict[str, Any] | None = None) -> None:
         """`optimizer`: its tree, if it was saved as a whole."""
         self._whole_optimizer = optimizer
+        self._checkpoint, self._name = checkpoint, name
         self.parts = list_model_parts(checkpoint, name)
         if self.parts:
             self._structures = [read_structure(folder) for folder in self.parts]
@@ -128,9 +129,10 @@ class SavedModel:
 
     def state(self, number: int) -> Any:
         """The run's state of a part; None if the model was not saved in such parts."""
-        if not self.in_parts or number >= len(self.parts):
+        folder = self._checkpoint / model_part_name(self._name, number)
+        if not self.in_parts or folder not in self.parts:
             return None
-        return read_tree(self.parts[number], self._structures[number]["state"])
+        return read_tree(folder, self._structures[self.parts.index(folder)]["state"])
 
 
 def _join(parts: list[tuple[DimensionSlice | None, Any]], name: str) -> Any:

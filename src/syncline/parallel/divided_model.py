@@ -162,7 +162,7 @@ class DividedModel:
             here = self.counts_here(value) if isinstance(value, Tensor) else self._leads
             if here and name in base.saves:
                 saves.add(name)
-        return ModelPart(number, frozenset(saves), frozenset(loads), slices)
+        return ModelPart(number, frozenset(saves), frozenset(loads), slices, keeps_state=bool(base.saves))
 
     # Whole, and divided again.
 

@@ -45,10 +45,13 @@ class Communicator:
         codec: Codec | None = None,
         group: Group | None = None,
         stats: Stats | None = None,
+        peers: Group | None = None,
     ) -> None:
         """`group`: some ranks, created for this communicator alone. None: all ranks, in a new group.
 
         `stats`: of the run that counts what is sent here. None: new ones.
+        `peers`: one rank of each group that reduces the same values as this one, such as the whole parameters of the
+        workers of a tensor team. Choices by measurement are those of the first peer's group, so that all round alike.
         """
         self.world = world
         self.codec = codec
@@ -57,6 +60,7 @@ class Communicator:
         known = self.compressed.fixed is not None or collective in (NATIVE, AUTO)
         self.collective = collective if known else build("allreduce", collective).spec
         self.group = world.group() if group is None else group
+        self.peers = peers if peers is not None and peers.size > 1 else None
         self.now = world.runtime.now
         alone = self.group.size == 1 and world.elastic is None
         self.stats = stats or Stats(world.events, world.runtime.lock(), alone=alone)
@@ -91,6 +95,7 @@ class Communicator:
         if self.size > 1:
             for codec, sizes in buckets:
                 self.compressed.choose(codec, sizes, self.size, self.group.auto.network)
+            self._take_choices_of_peers()
 
     def prepare(self, sizes: list[tuple[int, torch.dtype, torch.device]]) -> None:
         """Choose now how tensors like these are reduced: a choice during training would change its rounding."""
@@ -105,6 +110,17 @@ class Communicator:
                 auto.decide(scratch, NATIVE, NO_SPARE_PROCESSOR)
             else:
                 auto.settle(scratch, "sum", budget=AUTO_BUDGET_S, prefer_native=PREFER_NATIVE_RATIO)
+        self._take_choices_of_peers()
+
+    def _take_choices_of_peers(self) -> None:
+        if self.peers is not None:
+            found = self.first_of_peers({**self.group.choices, **self.compressed.choices})
+            self._schedules.clear()
+            self.group.auto.adopt(self.compressed.adopt(found))
+
+    def first_of_peers(self, value: Any) -> Any:
+        """The first peer's value (dicts, lists and plain values): of what its group has decided by a clock."""
+        return value if self.peers is None else broadcast_object(value, 0, group=self.peers)
 
     @property
     def choices(self) -> dict[str, str]:

@@ -149,7 +149,8 @@ class _AdaCommRun(LocalRun):
         if self.strategy.seconds is None:
             return self._steps >= (self.strategy.interval or DEFAULT_INTERVAL_STEPS)
         due = self.world.runtime.now() - self._began >= self.strategy.seconds
-        return bool(self.communicator.from_root(torch.tensor([due], dtype=torch.uint8)).item())
+        shared = bool(self.communicator.from_root(torch.tensor([due], dtype=torch.uint8)).item())
+        return bool(self.communicator.first_of_peers(shared))
 
     def _mean_loss(self) -> tuple[float | None, float]:
         """The mean loss of this interval and the mean rate over the workers. The loss is None if no worker has one."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten
 
@@ -203,11 +204,13 @@ class _SharedRandom:
         self._outside: list[list[Tensor]] = []
         """The states of the caller, one for each call in progress."""
 
+    @_disable_dynamo
     def enter(self, module: nn.Module, inputs: Any) -> None:
         """A hook before the model's forward."""
         self._outside.append(self._read())
         self._write(self.state)
 
+    @_disable_dynamo
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook after the model's forward, also after an error."""
         if self._outside:
@@ -234,6 +237,7 @@ class _ComparedInputs:
         self._team, self._divided = team, divided
         self._left = COMPARED_BATCHES
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if self._left == 0 or not module.training or self._divided.inside or self._team.size == 1:
             return

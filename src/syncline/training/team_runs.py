@@ -8,7 +8,8 @@ data 1                        worker 2          worker 3
 ```
 
 Workers 0 and 2 reduce slices that workers 1 and 3 do not have. Parameters that all four have whole are reduced in
-buckets of their own: their sums then have the same bits on workers 0 and 1, whatever the slices are.
+buckets of their own: their sums then have the same bits on workers 0 and 1, whatever the slices are. Workers 0 and 1
+are *peers*: what the group of worker 0 chooses by measurement, that of worker 1 takes over.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ def attach_teams(
     settings: RunSettings,
 ) -> TeamRuns:
     """Attach a strategy to this worker's part of a model: one run for each kind of parameters that it has."""
+    tensor_team = None if divided is None else divided.teams.get("tensor")
     if len(groups) == 1:
         (kind, group) = next(iter(groups.items()))
         communicator = Communicator(world, algorithm, codec, group=group)
@@ -196,7 +198,8 @@ def attach_teams(
             if not names[kind] and kind != "whole":
                 continue
             stats = _CountsForFirst(runs["whole"].stats) if runs else None
-            communicator = Communicator(world, algorithm, codec, group=group, stats=stats)
+            peers = None if kind == "tensor" or tensor_team is None else tensor_team.group
+            communicator = Communicator(world, algorithm, codec, group=group, stats=stats, peers=peers)
             part = partial_tree(model, names[kind])
             runs[kind] = strategy.attach(part, optimizer, communicator, settings)
     except BaseException:

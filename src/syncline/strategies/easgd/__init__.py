@@ -24,7 +24,7 @@ from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_counts, check_flags, check_number
 from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
-from syncline.strategies.easgd.synchronous import DEFAULT_TOTAL_PULL, HOSTS, ElasticRun, groups_of
+from syncline.strategies.easgd.synchronous import DEFAULT_TOTAL_PULL, HOSTS, ElasticRun, groups_within
 from syncline.strategies.parameter_server import ParameterServerStrategy, ServerOptions
 from syncline.world.elastic import Elastic
 
@@ -92,7 +92,7 @@ class EASGD(ParameterServerStrategy):
         self._check_momentum(optimizer)
         if self.sync:
             self._check_elastic(communicator.world.elastic)
-        groups = groups_of(communicator.world, self.centres)
+        groups = groups_within(communicator, self.centres)
         self.alpha_in(groups, communicator.rank)
         if self.sync:
             _check_tree_codec(len(groups), communicator.codec)

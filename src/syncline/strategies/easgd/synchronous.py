@@ -39,7 +39,16 @@ from syncline.world import Group, World
 if TYPE_CHECKING:
     from syncline.strategies.easgd import EASGD
 
-__all__ = ["DEFAULT_TOTAL_PULL", "HOSTS", "Centre", "CentreTree", "ElasticRun", "NesterovLookahead", "groups_of"]
+__all__ = [
+    "DEFAULT_TOTAL_PULL",
+    "HOSTS",
+    "Centre",
+    "CentreTree",
+    "ElasticRun",
+    "NesterovLookahead",
+    "groups_of",
+    "groups_within",
+]
 
 CONSENSUS_EVERY_ROUNDS = 8
 """Interval in rounds at which the workers' distance from the centre is measured. It takes a small message."""
@@ -62,7 +71,7 @@ class ElasticRun(AveragingRun):
         """Steps since the last round."""
         self.lookahead = NesterovLookahead(self._names, 0.0 if self.alone else strategy.momentum)
         self.centre: Centre
-        groups = groups_of(self.world, strategy.centres)
+        groups = groups_within(communicator, strategy.centres)
         if len(groups) > 1:
             alpha = strategy.alpha_of
             tree = CentreTree(self._names, self.model, communicator, self.settings, groups, alpha, strategy.root_every)
@@ -422,6 +431,18 @@ def groups_of(world: World, centres: int | str) -> list[list[int]]:
     base, more = divmod(world.size, centres)
     first = [number * base + min(number, more) for number in range(centres + 1)]
     return [list(range(first[number], first[number + 1])) for number in range(centres)]
+
+
+def groups_within(communicator: Communicator, centres: int | str) -> list[list[int]]:
+    """The ranks of each group among those of a communicator, which may be the workers of one part of a model."""
+    if communicator.size == communicator.world.size:
+        return groups_of(communicator.world, centres)
+    if centres != 1:
+        raise IncompatibleError(
+            f"easgd(centres={centres!r}) groups all workers, and here {communicator.size} of {communicator.world.size} "
+            "workers train a part of the model together: leave `centres` out"
+        )
+    return [list(range(communicator.size))]
 
 
 def _part_of(whole: Communicator, group: Group) -> Communicator:

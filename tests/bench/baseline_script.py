@@ -199,7 +199,7 @@ def divided(world: World) -> dict[str, Any]:
     optimizer = make_optimizer(list(alone.parameters()))
     with process_group(world):
         contender = DTensorContender("DTensor", world, copy.deepcopy(alone))
-        first, own = flat(alone), sum(each.to_local().numel() for each in contender.model.parameters() if is_cut(each))
+        first, own = flat(alone), divided_numbers(contender.model)
         for number in range(3):
             x, y = read_model("blocks", 128, 1, 4).batch(torch.Generator().manual_seed(number))
             contender.step((x, y))
@@ -211,9 +211,10 @@ def divided(world: World) -> dict[str, Any]:
     return {"far": float(far), "own": own}
 
 
-def is_cut(parameter: Tensor) -> bool:
-    """Whether torch has divided it."""
-    return hasattr(parameter, "to_local") and parameter.to_local().shape != parameter.shape
+def divided_numbers(model: nn.Module) -> int:
+    """How many numbers this rank has of the parameters that torch has divided."""
+    parts = [(getattr(each, "_local_tensor", each), each) for each in model.parameters()]
+    return sum(part.numel() for part, whole in parts if part.shape != whole.shape)
 
 
 def others(world: World, spec: str) -> dict[str, Any]:

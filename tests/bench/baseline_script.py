@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
 from syncline.bench.baselines import build_baseline, process_group
+from syncline.bench.parallel import DTensorContender, ParallelBenchPlan, read_model
+from syncline.bench.pipeline_contenders import loss_of, make_optimizer
 from syncline.bench.step_contenders import ranks_agree
 from syncline.environment import detect
 from syncline.errors import IncompatibleError
@@ -189,6 +192,31 @@ def post_local(world: World) -> dict[str, Any]:
         }
 
 
+def divided(world: World) -> dict[str, Any]:
+    """Transformer blocks divided by torch, beside one process."""
+    plan = ParallelBenchPlan(out="", width=128, layers=1, batch=4)
+    alone = plan.first_model()
+    optimizer = make_optimizer(list(alone.parameters()))
+    with process_group(world):
+        contender = DTensorContender("DTensor", world, copy.deepcopy(alone))
+        first, own = flat(alone), divided_numbers(contender.model)
+        for number in range(3):
+            x, y = read_model("blocks", 128, 1, 4).batch(torch.Generator().manual_seed(number))
+            contender.step((x, y))
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(alone(x), y))
+            optimizer.step()
+        contender.close()
+    far = (flat(contender.model) - flat(alone)).norm() / (flat(alone) - first).norm()
+    return {"far": float(far), "own": own}
+
+
+def divided_numbers(model: nn.Module) -> int:
+    """How many numbers this rank has of the parameters that torch has divided."""
+    parts = [(getattr(each, "_local_tensor", each), each) for each in model.parameters()]
+    return sum(part.numel() for part, whole in parts if part.shape != whole.shape)
+
+
 def others(world: World, spec: str) -> dict[str, Any]:
     """A baseline of another package: it trains, and after the last step the ranks agree."""
     model, run = prepared(spec)
@@ -206,6 +234,7 @@ CHECKS: dict[str, Callable[[World], Any]] = {
     "accumulate": accumulate,
     "uneven": uneven,
     "post_local": post_local,
+    "divided": divided,
 }
 
 if __name__ == "__main__":

@@ -87,6 +87,13 @@ def test_accumulated_gradients_travel_once(found: list[dict[str, Any]]) -> None:
     assert found[0]["accumulate"] == {"parted": 0, "wire": DENSE, "same": True}
 
 
+def test_dtensor_divides_transformer_blocks_and_trains_them(found: list[dict[str, Any]]) -> None:
+    for own in found:
+        assert own["divided"]["far"] < 1e-4, "the weights that bench parallel compares are those of one process"
+        weights, biases = 4 * 128 * 64 + 2 * 128 * 256, 3 * 64 + 256  # those of columns: others are whole
+        assert own["divided"]["own"] == weights + biases
+
+
 def test_a_rank_without_data_adds_zeros(found: list[dict[str, Any]]) -> None:
     for own in found:
         row = own["uneven"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -310,17 +311,21 @@ class BusyTanh(nn.Tanh):
 
 @pytest.mark.parametrize("cuts", [None, COLUMNS])
 def test_schemes_b_and_c_overlap_transfers_and_computation(cuts: Sequence[Any] | None) -> None:
-    from syncline.bench.weird_trick_prediction import CnnCosts, play_head
+    from syncline.bench.weird_trick_measurement import HeadSeconds, measure_head
+    from syncline.bench.weird_trick_prediction import CnnCosts, play_head, predict_weird_trick
     from syncline.parallel.partition import LayerCost
 
     workers, samples, seconds = 4, 16, 1e-5
     network = sl.Network(latency=1e-5, bandwidth=1e7)
     busy = workers * samples * seconds * 2 * 3  # two layers, forward and backward, all examples
 
-    def step(world: World, scheme: Scheme) -> None:
-        model = nn.Sequential(
+    def busy_model(world: World) -> nn.Module:
+        return nn.Sequential(
             nn.Linear(64, 32), BusyTanh(world, seconds), nn.Linear(32, 32), BusyTanh(world, seconds), nn.Linear(32, 8)
         )
+
+    def step(world: World, scheme: Scheme) -> None:
+        model = busy_model(world)
         divide(model, world, scheme, [""], cuts=cuts)
         torch.autograd.backward(model(torch.randn(samples, 64, requires_grad=True)).sum())
 
@@ -339,6 +344,24 @@ def test_schemes_b_and_c_overlap_transfers_and_computation(cuts: Sequence[Any] |
     assert idle["c"] < 0.4 * idle["a"]
     for scheme, time in times.items():
         assert time == pytest.approx(play_head(costs, samples, scheme, network), rel=0.03)
+
+    def measure(world: World, scheme: Scheme) -> HeadSeconds:
+        model = busy_model(world)
+        divisions = weird_trick_divisions(model, [""], scheme, world.size, cuts=cuts)
+        x = torch.randn(samples, 64, requires_grad=True)
+        heads = [each for each in divisions if isinstance(each, HeadDivision)]
+        return measure_head(model, heads, (x, x), lambda output, _: output.sum(), world.group())
+
+    for scheme, time in times.items():
+        measured = sl.simulate(on_ranks(measure, scheme), workers, network).results[0]
+        assert sum((*measured.forward_s, *measured.backward_s)) == pytest.approx(busy, rel=0.01)
+        assert measured.is_complete(costs.layout.entries)
+        prediction = predict_weird_trick(costs, samples, scheme, network, measured)
+        assert prediction.step_s == pytest.approx(time, rel=0.03)
+        woken_late = replace(measured, delivery_s=measured.delivery_s + 1e-3)
+        assert predict_weird_trick(costs, samples, scheme, network, woken_late).step_s > prediction.step_s + 5e-3
+        with pytest.raises(SpecError, match="same head"):
+            predict_weird_trick(costs, samples, "b" if scheme == "a" else "a", network, measured)
 
 
 def test_a_slow_network_favours_the_trick_over_data_parallelism() -> None:

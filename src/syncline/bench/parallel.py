@@ -51,6 +51,7 @@ from syncline.bench.pipeline_contenders import (
 from syncline.bench.pipeline_prediction import PipelineCosts, measure_costs, predict_data_parallel, predict_one_process
 from syncline.bench.step import WARM_UP_STEPS, describe_link, measure_link
 from syncline.bench.step_contenders import BenchModel
+from syncline.bench.weird_trick_measurement import HeadSeconds, measure_head
 from syncline.bench.weird_trick_prediction import cnn_costs, predict_weird_trick
 from syncline.collectives.channel import barrier
 from syncline.costs import calibrate
@@ -255,6 +256,7 @@ class _Comparison:
         self.network: Network = calibrate(world.everyone.channel).network()
         self.first = plan.first_model()
         self.costs = self._measure_costs()
+        self.head_seconds = {name: self._measure_head(spec) for name, spec in self._weird_tricks().items()}
         self.contenders = {name: self._contender(name) for name in plan.contenders}
         self.memory = {name: _parameter_bytes(each.model) for name, each in self.contenders.items()}
         self.times: dict[str, list[float]] = {name: [] for name in self.contenders}
@@ -304,6 +306,24 @@ class _Comparison:
         )
         return PipelineCosts.mean(self._from_all(own))
 
+    def _weird_tricks(self) -> dict[str, WeirdTrick]:
+        """The plans that are one weird trick over all workers: their times are predicted."""
+        specs = {name: read_division(name)[0] for name in self.plan.plans}
+        return {
+            name: spec
+            for name, spec in specs.items()
+            if isinstance(spec, WeirdTrick) and spec.size in (None, self.world.size)
+        }
+
+    def _measure_head(self, spec: WeirdTrick) -> HeadSeconds:
+        model, share = copy.deepcopy(self.first), self.plan.batch // self.world.size
+        x, y = self.bench_model.batch(torch.Generator().manual_seed(0))
+        divisions = self._head_divisions(spec, model)
+        return measure_head(model, divisions, (x[:share], y[:share]), loss_of, self.signals)
+
+    def _head_divisions(self, spec: WeirdTrick, model: nn.Module) -> list[HeadDivision]:
+        return [each for each in spec.divisions(model, self.world.size) if isinstance(each, HeadDivision)]
+
     def _from_all(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
         return [broadcast_object(value, rank, group=self.signals) for rank in range(self.world.size)]
@@ -352,11 +372,13 @@ class _Comparison:
                 "step_s": predict_data_parallel(self.costs, workers, share, self.network),
                 "sent_bytes": 2 * (workers - 1) / workers * nbytes,
             }
-        spec = read_division(name)[0] if name in self.plan.plans else None
-        if not isinstance(spec, WeirdTrick) or spec.size not in (None, workers):
+        spec = self._weird_tricks().get(name)
+        if spec is None:
             return None
-        divisions = [each for each in spec.divisions(self.first, workers) if isinstance(each, HeadDivision)]
-        found = predict_weird_trick(cnn_costs(self.costs, divisions, share), share, spec.scheme, self.network)
+        cnn = cnn_costs(self.costs, self._head_divisions(spec, self.first), share)
+        seconds = self.head_seconds[name]
+        measured = seconds if seconds.is_complete(cnn.layout.entries) else None
+        found = predict_weird_trick(cnn, share, spec.scheme, self.network, measured)
         return {"step_s": found.step_s, "sent_bytes": float(found.bytes)}
 
     def _differences(self) -> list[float]:

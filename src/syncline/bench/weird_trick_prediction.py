@@ -5,6 +5,9 @@ them, then the backward of the convolutions with the all-reduce of their gradien
 
     compute   │ convolutions │ dense, turn by turn, forward and backward │ convolutions, backward │ optimizer │
     network                  │ exchanges of the turns                    │ all-reduce, bucket by bucket │
+
+The seconds of computing come from the costs of undivided layers, or from a measurement of the divided ones
+(`HeadSeconds`), with the time that workers need to start messages and to wake up when they arrive.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from syncline.bench.pipeline_prediction import PipelineCosts, predict_reduced_backward
+from syncline.bench.weird_trick_measurement import HeadSeconds
 from syncline.errors import SpecError
 from syncline.parallel.divided_head import HeadDivision
 from syncline.parallel.head_layout import HeadExchange, HeadLayout, Scheme, rows_of_turns, unit_edges
@@ -147,8 +151,12 @@ def _joined(layers: Sequence[LayerCost]) -> LayerCost:
     )
 
 
-def predict_weird_trick(cnn: CnnCosts, batch: int, scheme: Scheme, network: Network) -> WeirdTrickPrediction:
+def predict_weird_trick(
+    cnn: CnnCosts, batch: int, scheme: Scheme, network: Network, measured: HeadSeconds | None = None
+) -> WeirdTrickPrediction:
     """A step with `batch` examples a worker, in one scheme and in data parallelism.
+
+    `measured`: of the divided model with this scheme and batch. None: computed from the costs of the undivided layers.
 
     >>> from syncline.parallel.head_layout import choose_layout
     >>> def layer(name, seconds, weights):
@@ -167,9 +175,14 @@ def predict_weird_trick(cnn: CnnCosts, batch: int, scheme: Scheme, network: Netw
     common = sum(layer.parameter_bytes for layer in cnn.convolutions)
     common += sum(cnn.itemsize * cut.outputs for cut in cnn.layout.layers if not cut.divides_bias)
     whole = sum(layer.parameter_bytes for layer in (*cnn.convolutions, *cnn.dense))
-    forward_s = sum(layer.forward_s for layer in cnn.convolutions)
-    head_s = play_head(cnn, batch, scheme, network)
-    reduced_s = predict_reduced_backward(cnn.convolutions, forward_s + head_s, workers, network)
+    if measured is None or workers == 1:
+        forward_s = sum(layer.forward_s for layer in cnn.convolutions)
+        head_s, convolutions = play_head(cnn, batch, scheme, network), cnn.convolutions
+    else:
+        forward_s = measured.forward_s[0]
+        head_s = _play_measured(cnn, batch, scheme, network, measured) - forward_s
+        convolutions = _with_backward(cnn.convolutions, measured.backward_s[-1])
+    reduced_s = predict_reduced_backward(convolutions, forward_s + head_s, workers, network)
     both = (*cnn.convolutions, *cnn.dense)
     forward_both_s = sum(layer.forward_s for layer in both)
     return WeirdTrickPrediction(
@@ -181,6 +194,15 @@ def predict_weird_trick(cnn: CnnCosts, batch: int, scheme: Scheme, network: Netw
         head_s=head_s,
         step_s=reduced_s + cnn.update_s * (whole - divided * (1 - 1 / workers)) / max(whole, 1),
         data_parallel_s=predict_reduced_backward(both, forward_both_s, workers, network) + cnn.update_s,
+    )
+
+
+def _with_backward(layers: Sequence[LayerCost], seconds: float) -> tuple[LayerCost, ...]:
+    """Layers whose backward takes so many seconds together."""
+    factor = seconds / (sum(layer.backward_s for layer in layers) or 1.0)
+    return tuple(
+        replace(layer, backward_s=factor * layer.backward_s, backward_fixed_s=factor * layer.backward_fixed_s)
+        for layer in layers
     )
 
 
@@ -243,6 +265,8 @@ class _Compute(NamedTuple):
 
 
 _Action = _Start | _Wait | _Compute
+_MEASURED = _Compute(-1, 0)
+"""What a worker computes between two exchanges."""
 Pass = Literal["forward", "backward"]
 
 
@@ -263,6 +287,40 @@ def play_head(cnn: CnnCosts, batch: int, scheme: Scheme, network: Network) -> fl
         ]
         start_s = _HeadPlayer(network, actions, seconds, start_s).run()
     return max(start_s)
+
+
+def _play_measured(cnn: CnnCosts, batch: int, scheme: Scheme, network: Network, measured: HeadSeconds) -> float:
+    """When the slowest worker begins the backward of the convolutions, if all begin a step at 0."""
+    workers = cnn.layout.workers
+    port_s = (workers - 1) * (network.per_message + COUNT_BYTES / network.bandwidth)
+    network = replace(network, latency=max(network.latency, measured.delivery_s - port_s))
+    forward = [list(_forward_actions(cnn, batch, scheme, rank)) for rank in range(workers)]
+    backward = _backward_actions(cnn, batch, scheme, forward)
+    start_s = [0.0] * workers
+    for actions, seconds in ((forward, measured.forward_s), (backward, (*measured.backward_s[:-1], 0.0))):
+        rows = [list(_measured_actions(row)) for row in actions]
+        found = [_seconds_of(row, seconds) for row in rows]
+        start_s = _HeadPlayer(network, rows, found, start_s).run()
+    return max(start_s)
+
+
+def _measured_actions(actions: Iterable[_Action]) -> Iterator[_Action]:
+    """Some computing before each start and each wait, and after the last."""
+    for action in actions:
+        if not isinstance(action, _Compute):
+            yield from (_MEASURED, action)
+    yield _MEASURED
+
+
+def _seconds_of(actions: Sequence[_Action], measured: Sequence[float]) -> list[float]:
+    """The seconds of each action: what was measured for each computing, and nothing for the others."""
+    if actions.count(_MEASURED) != len(measured):
+        raise SpecError(
+            f"{len(measured)} times were measured between the exchanges of a pass, and there are "
+            f"{actions.count(_MEASURED)}: measure with the same head, scheme and number of workers"
+        )
+    times = iter(measured)
+    return [next(times) if action is _MEASURED else 0.0 for action in actions]
 
 
 def _compute_s(cnn: CnnCosts, action: _Compute, batch: int, direction: str) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import PeerLostError
+from syncline.parallel.boundary import Place
 from syncline.parallel.executor import PipelineExecutor
 from syncline.parallel.placement import PipelinePlacement
 from syncline.parallel.schedules import Action, PipelineSchedule, build_schedule
@@ -79,6 +80,34 @@ def run_schedule(
     executor.run(actions, lambda number: (torch.tensor(100.0 * number),), step=3)
     executor.finish_sends()
     return executor.spans[-1].end - executor.spans[0].start, compute.done
+
+
+def test_later_messages_are_expected_during_the_schedule() -> None:
+    def first_stage(world: World) -> tuple[list[str], float]:
+        placement = PipelinePlacement(build_schedule("1f1b"), (1, 1))
+        compute = TimedCompute(world, dict.fromkeys("FB", 1.0), 1)
+        executor = PipelineExecutor(chain(2), placement, world.group().transport, compute, torch.device("cpu"))
+        boundary, place = executor.boundary, Place(executor.next_number, 0, "the loss")
+        order: list[str] = []
+        expect = boundary.expect
+
+        def note(source: int, place: Place) -> None:
+            order.append(f"{place.text} after {len(compute.done)} of 8")
+            expect(source, place)
+
+        boundary.expect = note  # type: ignore[method-assign]
+        actions = list(placement.schedule.actions(world.rank, placement.setting(4)))
+        later = [(1, place)] if world.rank == 0 else []
+        executor.run(actions, lambda number: (torch.tensor(100.0 * number),), step=3, later=later)
+        if world.rank == 1:
+            boundary.send(torch.tensor(2.5), 0, place, 3)
+        value = boundary.receive(1, place, 3) if world.rank == 0 else None
+        executor.finish_sends()
+        return order, 0.0 if value is None else value.item()
+
+    order, value = sl.simulate(first_stage, 2).results[0]
+    assert next(text for text in order if "loss" in text) == "the loss after 1 of 8"
+    assert value == 2.5
 
 
 TABLE = [

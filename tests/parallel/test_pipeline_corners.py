@@ -18,7 +18,7 @@ from syncline.errors import DivergedError, IncompatibleError, PeerLostError, Spe
 from syncline.parallel.partition import StagePartition
 from syncline.parallel.player import StageCost, play
 from syncline.parallel.schedules import PipelineSetting, build_schedule
-from syncline.parallel.stage_runner import MicroBatch, StageRunner
+from syncline.parallel.stage_runner import MAX_CLONED_ELEMENTS, MicroBatch, StageRunner
 from syncline.testing import Pool
 from syncline.world import World
 from tests.parallel.models import MODELS, ModelCase, loss_of
@@ -51,6 +51,24 @@ def test_recomputed_activations_change_nothing(model: str, recompute: str) -> No
     expected = sl.simulate(lambda world: train(world, case), 2).results[0]
     for found in sl.simulate(lambda world: train(world, case, recompute=recompute), 2).results:
         same(found, expected)
+
+
+@pytest.mark.parametrize("samples", [8, MAX_CLONED_ELEMENTS])
+def test_a_stage_may_change_its_input_in_place(samples: int) -> None:
+    x = torch.linspace(-1.0, 1.0, 4 * samples).view(samples, 4)
+
+    def train(world: World) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        cuts = ["1"] if world.size > 1 else []
+        with sl.pipeline(model, optimizer, nn.functional.mse_loss, stages=cuts, microbatches=2) as run:
+            for _ in range(2):
+                run.step(x, x[:, :2])
+        return [each.detach().clone() for each in model.parameters()]
+
+    (alone,), both = sl.simulate(train, 1).results, sl.simulate(train, 2).results
+    assert all(torch.allclose(one, other) for found in both for one, other in zip(found, alone, strict=True))
 
 
 @pytest.mark.parametrize(("samples", "sizes"), [(9, [3, 2, 2, 2]), (3, [3]), (2, [2])])

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from syncline.parallel.module_trees import own_forward
 from syncline.parallel.schedules import Action
 from syncline.parallel.stages import StageGraph
 
-__all__ = ["MicroBatch", "Recompute", "StageRunner", "check_split_backward", "stream_seed"]
+__all__ = ["MAX_CLONED_ELEMENTS", "MicroBatch", "Recompute", "StageRunner", "check_split_backward", "stream_seed"]
 
 SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
 """A private module of torch: see `check_split_backward`."""
@@ -41,12 +41,14 @@ SPLIT_BACKWARD_PARAMETERS = {
 }
 """Its functions and their parameters, as in torch 2.13."""
 
+MAX_CLONED_ELEMENTS = 1 << 14
+"""Up to this size a stage gets a copy of an input: that is faster than a function of autograd in Python."""
+
 Recompute = Literal["always", "except_last", "never"]
 """Which micro-batches compute their activations again in the backward pass instead of keeping them."""
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """The data of one micro-batch on this worker."""
 
     inputs: tuple[Tensor, ...]
@@ -169,8 +171,10 @@ class StageRunner:
     # Forward.
 
     def _call(self, stage: int, micro_batch: int, inputs: Sequence[Tensor], weights: dict[str, Tensor] | None) -> Any:
+        again = self._recompute == "always" or (self._recompute == "except_last" and micro_batch != self._last)
+        if weights is None and not again and not self._experts[stage]:  # the usual case
+            return self._calls[stage](*map(_writable, inputs))
         module = self._graph.stages[stage].module
-
         share = self._share(stage, micro_batch) * self.loss_scale if self._experts[stage] else 1.0
 
         def compute(*values: Tensor) -> Any:
@@ -180,7 +184,7 @@ class StageRunner:
         def compute_again(*values: Tensor) -> Any:
             return compute(*(value.clone() for value in values))
 
-        if self._recompute == "never" or (self._recompute == "except_last" and micro_batch == self._last):
+        if not again:
             return compute(*map(_writable, inputs))
         contexts = (nullcontext(), self._recomputing())
         return checkpoint(compute_again, *inputs, use_reentrant=False, context_fn=lambda: contexts)
@@ -307,7 +311,11 @@ class _Writable(torch.autograd.Function):
 
 
 def _writable(value: Tensor) -> Tensor:
-    found: Tensor = _Writable.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
+    if not value.requires_grad:
+        return value
+    if value.numel() <= MAX_CLONED_ELEMENTS:
+        return value.clone()
+    found: Tensor = _Writable.apply(value)  # type: ignore[no-untyped-call]
     return found
 
 

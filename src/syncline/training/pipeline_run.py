@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -173,6 +173,13 @@ class PipelineRun(PartsRun):
         if options.made_values:
             self._tied.copy_weights(0)
         self._target_number = self._loss_number + 1 + 2 * len(graph.tied)
+        self._loss_place = Place(
+            self._loss_number, 0, f"the loss from stage {placement.stages - 1} for all micro-batches"
+        )
+        self._loss_workers = self._find_loss_workers()
+        self._loss_messages = [(worker, self._loss_place) for worker in self._loss_workers if worker != everyone.rank]
+        self._planned: dict[tuple[int, bool], Sequence[Action]] = {}
+        """By number of micro-batches, and whether gradients are reduced: the actions of a step."""
         self._data: dict[int, MicroBatch] = {}
         self._step = 0
         self._complete: set[int] = set()
@@ -290,16 +297,14 @@ class PipelineRun(PartsRun):
         self._complete.clear()
         self._reduced = False  # also if the script has dropped reduced gradients without an update
         count = self._take_batch(x, y, 0)
-        actions = list(self._schedule.actions(self._rank, self.placement.setting(count), self._setting_replica))
-        if not reduces:
-            actions = [action for action in actions if action.kind != "R"]
+        actions = self._plan_actions(count, reduces)
         self._runner.begin_step(self._step, last=max(self._data, default=0))
         scaler = self._options.scaler
         self._runner.loss_scale = (
             1.0 if scaler is None else scaler.scale(torch.ones((), device=self.world.device)).item()
         )
         with self.teams.no_sync():
-            self.executor.run(actions, self._inputs_of, self._step)
+            self.executor.run(actions, self._inputs_of, self._step, later=self._loss_messages)
         self._data.clear()
         for norms in self._norms:
             norms.commit()
@@ -311,6 +316,14 @@ class PipelineRun(PartsRun):
         else:
             self._step += 1
         return loss
+
+    def _plan_actions(self, count: int, reduces: bool) -> Sequence[Action]:
+        """The actions of this worker in a step of `count` micro-batches."""
+        found = self._planned.get((count, reduces))
+        if found is None:
+            every = self._schedule.actions(self._rank, self.placement.setting(count), self._setting_replica)
+            found = self._planned[count, reduces] = [action for action in every if reduces or action.kind != "R"]
+        return found
 
     def _stage_complete(self, stage: int) -> None:
         self._complete.add(stage)
@@ -419,7 +432,8 @@ class PipelineRun(PartsRun):
         placement, averaged = self.placement, self._schedule.flushes
         stride = placement.replicas[0] if placement.unequal else 1
         factor = placement.replicas[-1] / stride if placement.unequal else 1.0
-        parts = list(zip(_cut(inputs, sizes), _cut(y, sizes), sizes, strict=True))
+        cut = [(each,) for each in _cut(inputs[0], sizes)] if len(inputs) == 1 else _cut(inputs, sizes)
+        parts = list(zip(cut, _cut(y, sizes), sizes, strict=True))
         total = count * stride
         for number in range(total):
             own_inputs, target, size = parts[number // stride]
@@ -461,7 +475,7 @@ class PipelineRun(PartsRun):
             else leaf
             for number, leaf in enumerate(leaves)
         ]
-        return replace(data, target=tree_unflatten(found, form))
+        return data._replace(target=tree_unflatten(found, form))
 
     def _share_of_loss(self, stage: int, micro_batch: int) -> float:
         """The weight of a loss that a stage adds itself."""
@@ -504,14 +518,10 @@ class PipelineRun(PartsRun):
             part = self._own_loss if own else self._messages.receive(worker, self._loss_place, step)
             assert part is not None, "a loss is never empty"
             parts.append(part)
-        return torch.stack(parts).sum()
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
-    @property
-    def _loss_place(self) -> Place:
-        return Place(self._loss_number, 0, f"the loss from stage {self.placement.stages - 1} for all micro-batches")
-
-    @property
-    def _loss_workers(self) -> list[int]:
+    def _find_loss_workers(self) -> list[int]:
+        """The workers of this pipeline that compute the last stage."""
         placement = self.placement
         rank = placement.schedule.rank_of(placement.stages - 1, placement.ranks)
         return [worker for worker in placement.team(rank) if worker in self._pipeline.ranks]
@@ -735,6 +745,8 @@ def _batch_size(inputs: tuple[Any, ...], target: Any) -> int:
 
 def _cut(tree: Any, sizes: Sequence[int]) -> list[Any]:
     """A tree of tensors, cut along dimension 0. Values that are no tensors go to all parts."""
+    if isinstance(tree, Tensor) and tree.dim() > 0:  # the usual case
+        return list(torch.split(tree, list(sizes)))
     leaves, form = tree_flatten(tree)
     cut = [
         torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)

@@ -421,7 +421,8 @@ def test_a_restarted_worker_joins_an_asynchronous_run(runs: Runs, strategy: str,
     assert [line[1:3] for line in lines] == [["0", "True"], ["2", "True"], ["3", "True"]], run.describe()
     assert len({line[3] for line in lines}) == 1, "the same weights on all"
     assert "worker 3 joins at epoch" in run.err
-    assert [line[4:] for line in lines[:2]] == [["3", "2", "2", "3"]] * 2, run.describe()
+    resized = ["3", "2"], ["3", "2", "2", "3"]  # a worker without a further batch is not told of the newcomer
+    assert all(line[4:] in resized for line in lines[:2]), run.describe()
     saved = Embedding(96, 2)
     assert load(runs.folder / "saved", run=saved) is not None
     assert repr(float(saved.weight.detach().double().sum())) == lines[0][3]

@@ -435,7 +435,7 @@ def groups_of(world: World, centres: int | str) -> list[list[int]]:
 
 def groups_within(communicator: Communicator, centres: int | str) -> list[list[int]]:
     """The ranks of each group among those of a communicator, which may be the workers of one part of a model."""
-    if communicator.size == communicator.world.size:
+    if communicator.size == communicator.world.size or communicator.world.elastic is not None:  # no mesh is elastic
         return groups_of(communicator.world, centres)
     if centres != 1:
         raise IncompatibleError(

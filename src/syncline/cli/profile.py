@@ -8,8 +8,8 @@ examples:
   syncline profile profile.json --sort memory                  show a profile that was measured before
 
 Times are medians, at two batch sizes. The workload takes these steps in this process; nothing is trained. Threads of
-torch are those of this process: OMP_NUM_THREADS=1 syncline profile … measures with one. The file also serves
---stages of pipelines and ModelProfile.read.
+torch are those of this process: OMP_NUM_THREADS=1 syncline profile … measures with one. Partitioners of pipelines
+read the file too.
 """
 
 from __future__ import annotations

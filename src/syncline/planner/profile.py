@@ -158,11 +158,14 @@ class TrainingProfile:
         fields = read_json_fields(path, kind=PROFILE_KIND, version=FILE_VERSION)
         if "training" not in fields:
             raise SpecError(
-                f"{path} has the layers of a model, and neither FLOPs nor memory nor an optimizer: write one by syncline "
-                "profile"
+                f"{path} has the layers of a model, and neither FLOPs nor memory nor an optimizer: write one by "
+                "syncline profile"
             )
         training = fields.inner("training")
-        profile = _from_document(layers, training)
+        try:
+            profile = _from_document(layers, training)
+        except SpecError as error:
+            raise error if str(path) in str(error) else SpecError(f"{path}: {error}") from None
         training.finish()
         return profile
 

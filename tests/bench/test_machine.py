@@ -15,8 +15,7 @@ from syncline.costs import Calibration
 from syncline.errors import SpecError
 from syncline.planner.machine import CodecRate, MachineMeasurement
 from syncline.testing import Pool
-from syncline.transports import Transport
-from syncline.world import World
+from tests.strategies.cases import on_gloo
 
 NETWORK = Calibration(1e-5, 1e9, 1e-5, 1e-10, 0.1, 0.1)
 MACHINE = MachineMeasurement(
@@ -33,15 +32,14 @@ MACHINE = MachineMeasurement(
 )
 
 
-def measure_here(transport: Transport) -> MachineMeasurement:
-    with World(transport) as world:
-        plan = MachinePlan(out="", codecs=("quantize(4)",), codec_bytes=4096, part_s=0.002, rounds=3)
-        return measure_world(world, plan)
+def measure_on(world: sl.World) -> MachineMeasurement:
+    plan = MachinePlan(out="", codecs=("quantize(4)",), codec_bytes=4096, part_s=0.002, rounds=3)
+    return measure_world(world, plan)
 
 
 @pytest.mark.xdist_group("gloo")
 def test_two_ranks_measure_messages_overlap_and_codecs(gloo: Pool, tmp_path: Path) -> None:
-    first, second = gloo.run(measure_here, 2)
+    first, second = gloo.run(on_gloo, 2, measure_on)
     assert replace(first, codecs=()) == replace(second, codecs=()), "the slowest rank counts on both"
     assert first.together_s >= 0.5 * max(first.compute_s, first.allreduce_s)
     assert 0 <= first.hidden_share <= 1

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from syncline.cli.main import main
-from syncline.planner.profile import TrainingProfile
+from syncline.cli.profile import OPTIMIZER_NAMES
+from syncline.planner.measured_memory import OPTIMIZERS
+from syncline.planner.profile import MAKE_OPTIMIZER, TrainingProfile
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,10 @@ def test_rows_are_sorted_and_cut(folder: Path, capsys: pytest.CaptureFixture[str
         header = next(number for number, line in enumerate(lines) if line.startswith("layer"))
         assert lines[header + 1].split()[0] == first
         assert lines[-1].endswith("--rows 0 shows all") is rest
+
+
+def test_optimizers_of_the_option_are_those_that_are_predicted() -> None:
+    assert set(OPTIMIZER_NAMES) == set(OPTIMIZERS) == set(MAKE_OPTIMIZER)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_workload_and_machine_are_in_the_profile(profile: TrainingProfile) -> No
     assert profile.layers.measured_batch_sizes == (4, 8)
     assert (profile.optimizer.name, profile.optimizer.state_bytes) == ("momentum", 4 * parameters)
     assert profile.sample_bytes == 64 * 4 + 8
+    assert profile.memory.input_bytes == (4 * profile.sample_bytes, 8 * profile.sample_bytes)
     assert profile.update_s > 0
     assert profile.samples_per_s > 0
     assert profile.step_s > profile.layers.seconds

@@ -138,17 +138,15 @@ def profile_text(profile: TrainingProfile, sort: str = "time", rows: int = DEFAU
     places = sorted(range(len(layers.layers)), key=keys[sort])
     shown = places[:rows] if rows else places
     table = [COLUMNS, *(_row(profile, place) for place in shown)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(COLUMNS))]
-    lines = [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in _cells(row, widths))
-        for row in table
-    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in table]
     rest = places[len(shown) :]
     if rest:
         share = sum(layers.layers[place].seconds for place in rest) / layers.seconds
         lines.append(f"… {len(rest)} more layers with {share:.0%} of the time; --rows 0 shows all")
     peaks = [predict_memory(memory, batch_size=layers.batch_size, recompute=each) for each in _variants(profile)]
     step_s, batch = profile.step_s, layers.batch_size
+    reading = batch / profile.samples_per_s / step_s
     head = [
         f"{profile.workload}: {layers.model}, batch {batch}, measured at "
         f"{' and '.join(map(str, layers.measured_batch_sizes))} with {layers.machine}",
@@ -156,7 +154,7 @@ def profile_text(profile: TrainingProfile, sort: str = "time", rows: int = DEFAU
         f"{profile.optimizer.name} {1e3 * profile.update_s:.3g} ms; {batch / step_s:.4g} samples/s",
         f"compute  {1e-6 * profile.total_flops:.4g} MFLOP a step, {_rate(profile.total_flops, layers.seconds)} GFLOP/s "
         "(matrix products, convolutions and attention; nothing else counts)",
-        f"data     {profile.samples_per_s:.4g} samples/s, read alone{_reading_advice(profile)}",
+        f"data     {profile.samples_per_s:.4g} samples/s, read alone: a batch takes {reading:.0%} of the time of a step",
         f"memory   {peaks[0]}",
         *(f"         {each}, with recomputation of each layer" for each in peaks[1:]),
         f"state    {sum(each.elements for each in memory.parameters):,} parameters are trained, "
@@ -165,18 +163,8 @@ def profile_text(profile: TrainingProfile, sort: str = "time", rows: int = DEFAU
     return "\n".join([*head, "", *lines])
 
 
-def _cells(row: tuple[str, ...], widths: list[int]) -> list[tuple[int, tuple[str, int]]]:
-    return list(enumerate(zip(row, widths, strict=True)))
-
-
 def _variants(profile: TrainingProfile) -> tuple[bool, ...]:
     return (False, True) if profile.memory.recomputed else (False,)
-
-
-def _reading_advice(profile: TrainingProfile) -> str:
-    """Whether the reading of data would slow training down."""
-    share = profile.layers.batch_size / profile.samples_per_s / profile.step_s
-    return f": reading a batch takes {share:.0%} of the time of a step"
 
 
 def _row(profile: TrainingProfile, place: int) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from syncline.specs import nearest
 from syncline.transports.base import format_bytes
 
 __all__ = [
+    "OPTIMIZERS",
     "LayerMemory",
     "MemoryMeasurement",
     "OptimizerMemory",
@@ -284,7 +285,7 @@ def measure_memory(
         ),
         weight_bytes=_nbytes(model.parameters()),
         buffer_bytes=_nbytes(model.buffers()),
-        input_bytes=(_nbytes(tensors_in(steps[small].batch)), _nbytes(tensors_in(steps[large].batch))),
+        input_bytes=(_batch_bytes(steps[small]), _batch_bytes(steps[large])),
         optimizer=optimizer,
     )
 
@@ -306,6 +307,11 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in found.values())
 
 
+def _batch_bytes(step: TrainingStep) -> int:
+    """The bytes of a batch, which may be a part of a larger one."""
+    return sum(each.nbytes for each in tensors_in(step.batch))
+
+
 @dataclass
 class _StepPeaks:
     """The peaks of one step, by layer."""
@@ -320,17 +326,20 @@ class _SpanRecorder:
     """Assigns the peaks of a tracker to the layer in whose time they are."""
 
     tracker: StorageTracker
-    clock: LayerClock
     peaks: _StepPeaks
     place: int = 0
     backward: bool = False
-    handles: ExitStack = field(default_factory=ExitStack)
 
-    def enter(self, place: int, *_: Any) -> None:
+    def enter(self, place: int) -> None:
         """A layer begins."""
         self.close()
         self.place = place
         self.tracker.begin()
+
+    def begin_backward(self) -> None:
+        """Forward is over. Backward begins in the last layer."""
+        self.enter(len(self.peaks.backward) - 1)
+        self.backward = True
 
     def close(self) -> None:
         """The span ends: keep its peak."""
@@ -348,7 +357,7 @@ def _measure_step(step: TrainingStep, layers: Mapping[str, nn.Module], *, recomp
     peaks = _StepPeaks([0] * count, [(0, 0)] * count)
     clock = LayerClock(step, layers)
     tracker = StorageTracker([*model.parameters(), *model.buffers(), *tensors_in(step.batch)])
-    spans = _SpanRecorder(tracker, clock, peaks)
+    spans = _SpanRecorder(tracker, peaks)
     with ExitStack() as stack:
         for each in model.parameters():
             if each.requires_grad:
@@ -361,10 +370,7 @@ def _measure_step(step: TrainingStep, layers: Mapping[str, nn.Module], *, recomp
                 hooks.callback(module.register_forward_pre_hook(_enter_hook(spans, place)).remove)
             stack.enter_context(tracker)
             loss = step.forward()
-        spans.close()
-        spans.backward = True
-        tracker.begin()
-        spans.place = count - 1
+        spans.begin_backward()
         for place, function in layer_starts(loss, clock).items():
             stack.callback(function.register_prehook(_enter_hook(spans, place)).remove)
         loss.backward()  # type: ignore[no-untyped-call]

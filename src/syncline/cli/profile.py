@@ -154,7 +154,7 @@ def profile_text(profile: TrainingProfile, sort: str = "time", rows: int = DEFAU
         f"{profile.optimizer.name} {1e3 * profile.update_s:.3g} ms; {batch / step_s:.4g} samples/s",
         f"compute  {1e-6 * profile.total_flops:.4g} MFLOP a step, {_rate(profile.total_flops, layers.seconds)} GFLOP/s "
         "(matrix products, convolutions and attention; nothing else counts)",
-        f"data     {profile.samples_per_s:.4g} samples/s, read alone: a batch takes {reading:.0%} of the time of a step",
+        f"data     {profile.samples_per_s:.4g} samples/s, read alone: a batch takes {reading:.0%} of a step's time",
         f"memory   {peaks[0]}",
         *(f"         {each}, with recomputation of each layer" for each in peaks[1:]),
         f"state    {sum(each.elements for each in memory.parameters):,} parameters are trained, "

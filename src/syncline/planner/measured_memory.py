@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from syncline.codecs import Codec, PayloadCodec, build_codec
 from syncline.codecs.base import max_payload_bytes
@@ -181,7 +182,7 @@ class PredictedMemory:
         return f"{format_bytes(round(self.peak_bytes))} {self.moment}: {parts}"
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, the bytes of the tensors that operations return count while they are alive.
 
     The tensors of `known` do not count. A tensor that shares memory with another counts once. It sees the thread that
@@ -196,7 +197,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.gradient_bytes = 0
         """Of `live_bytes`: tensors that `note_gradient` was given."""
@@ -361,8 +362,8 @@ def _measure_step(step: TrainingStep, layers: Mapping[str, nn.Module], *, recomp
     with ExitStack() as stack:
         for each in model.parameters():
             if each.requires_grad:
-                handle = each.register_post_accumulate_grad_hook(partial(_note_gradient, tracker))
-                stack.callback(handle.remove)
+                register: Callable[..., RemovableHandle] = each.register_post_accumulate_grad_hook
+                stack.callback(register(partial(_note_gradient, tracker)).remove)
         if recompute:
             stack.enter_context(_recomputed(layers.values()))
         with clock.running(), ExitStack() as hooks:
@@ -540,7 +541,7 @@ class _Reduction:
         outside = self._outside(behind) + share * self._outside(here)
         full = [bucket for bucket in self._layout.buckets if behind.issuperset(bucket.items)]
         collected = {index for bucket in full for index in bucket.items}
-        waiting = sum(self._sizes[index] for index in (behind - collected) & self._small)
+        waiting = float(sum(self._sizes[index] for index in (behind - collected) & self._small))
         waiting += share * sum(self._sizes[index] for index in self._small.intersection(here))
         return {
             "gradients": outside + min(MAX_WAITING_BYTES, waiting),

@@ -52,7 +52,7 @@ from syncline.workloads.base import batches
 
 __all__ = ["LayerFlops", "TrainingProfile", "profile_training"]
 
-MAKE_OPTIMIZER: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
+MAKE_OPTIMIZER: dict[str, Callable[[list[nn.Parameter], float], Optimizer]] = {
     "sgd": lambda trained, rate: SGD(trained, lr=rate),
     "momentum": lambda trained, rate: SGD(trained, lr=rate, momentum=0.9),
     "adam": lambda trained, rate: Adam(trained, lr=rate),

@@ -104,10 +104,27 @@ def test_a_script_without_output_loss_is_measured(tmp_path: Path) -> None:
     assert found.layers.batch_size == 32  # of 12 samples, repeated
 
 
+def test_a_model_without_modules_inside_is_one_layer() -> None:
+    workload = build("regression(features=4, samples=64)")
+    found = profile_training(workload, batch=8, repeats=1)
+    assert found.layers.names == ("model",)
+    assert found.layers.model == "Linear"
+    found.check_model(workload.model())
+    assert found.flops[0].forward == 2 * 8 * 4
+
+
 def test_a_model_whose_layers_are_called_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with pytest.raises(SpecError, match=r"train\.py: layer 'b' is called 2 times in forward"):
         profile_training(build(str(tmp_path / "train.py")), repeats=1)
+
+
+def test_a_step_that_fails_is_named_with_its_batch_sizes(tmp_path: Path) -> None:
+    normed = SCRIPT.replace("self.b(self.b(self.a(x)))", "self.norm(self.b(self.a(x)))")
+    normed = normed.replace("self.a, self.b =", "self.norm = nn.BatchNorm1d(4)\n        self.a, self.b =")
+    (tmp_path / "train.py").write_text(normed)
+    with pytest.raises(SpecError, match=r"the batch sizes 1 and 2 fails: Expected more than 1 value"):
+        profile_training(build(str(tmp_path / "train.py")), batch=2, batch_sizes=(1, 2), repeats=1)
 
 
 def without_training(document: dict[str, Any]) -> None:

@@ -214,7 +214,7 @@ def profile_training(
     progress(f"layers: {repeats} steps at each of two batch sizes")
     layers = _profile_layers(workload, model, steps[size], loss_of, names, batch_sizes, repeats)
     sizes = sorted(layers.measured_batch_sizes)
-    modules = {name: model.get_submodule(name) for name in layers.names}
+    modules = {name: model.get_submodule(name) if _has_layers(model) else model for name in layers.names}
     steps = {each: TrainingStep(model, (inputs,), targets, None, each, loss_of) for each in {size, *sizes}}
     with restoring_state(model), torch.enable_grad():
         model.train()
@@ -250,18 +250,41 @@ def _profile_layers(
     repeats: int,
 ) -> ModelProfile:
     inputs, targets = step.batch
+    whole, loss_of_whole = model, loss_of
+    if not _has_layers(model):
+
+        def loss_of_whole(whole: nn.Module, inputs: Tensor, targets: Any) -> Tensor:
+            return loss_of(model, inputs, targets)
+
+        whole = _OneLayer(model)
     try:
-        return profile_model(
-            model,
+        found = profile_model(
+            whole,
             inputs,
             targets=targets,
-            loss_of=loss_of,
+            loss_of=loss_of_whole,
             names=names,
             batch_sizes=batch_sizes,
             repeats=repeats,
         )
+        return replace(found, model=type(model).__name__)
     except SpecError as error:
         raise SpecError(f"{workload}: {error}") from None
+    except (RuntimeError, ValueError) as error:  # of the model: batch norm refuses one sample, for example
+        sizes = " and ".join(map(str, batch_sizes)) if batch_sizes else "the half and the whole batch"
+        raise SpecError(f"{workload}: a step with the batch sizes {sizes} fails: {error}") from error
+
+
+class _OneLayer(nn.Module):
+    """A model without modules inside, as the only layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _has_layers(model: nn.Module) -> bool:
+    return any(True for _ in model.children())
 
 
 def _measure_flops(step: TrainingStep, layers: Mapping[str, nn.Module]) -> list[LayerFlops]:

@@ -90,10 +90,10 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         barrier(group=world.everyone)
         times.compute.append(_timed(computing))
         barrier(group=world.everyone)
-        times.allreduce.append(_timed(lambda: allreduce(tensor, group=world.everyone)))
+        times.allreduce.append(_timed(lambda: allreduce(tensor, "sum", group=world.everyone)))
         barrier(group=world.everyone)
         begin = perf_counter()
-        pending = allreduce(tensor, group=world.everyone, async_=True)
+        pending = allreduce(tensor, "sum", group=world.everyone, async_=True)
         times.compute_beside.append(_timed(computing))
         pending.wait()
         times.together.append(perf_counter() - begin)
@@ -146,7 +146,7 @@ def _calls(world: World) -> Callable[[], None]:
 
     def call() -> None:
         for _ in range(CALLS_EACH_ROUND):
-            allreduce(number, group=world.everyone)
+            allreduce(number, "sum", group=world.everyone)
 
     return call
 

@@ -6,6 +6,7 @@ examples:
   syncline bench collectives --lab 4@100mbit --sizes 1MB       on four emulated hosts at 100 Mbit/s
   syncline bench network -n 2                                  latency, bandwidth, and round trips of the transports
   syncline bench network --engine mpi                          the same for MPI
+  syncline bench machine -n 2                                  messages, codecs, computing while communicating
   syncline bench codecs                                        speed and error of every codec, relative to memcpy
   syncline bench codecs --codecs "quantize(4);topk(0.01)" --sizes 64MB
   syncline bench step -n 2 --against ddp                       training steps compared with DistributedDataParallel
@@ -194,6 +195,31 @@ def _show_network(document: dict[str, Any], result: Path) -> str:
     return describe(document)
 
 
+def _configure_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--codecs", metavar="SPECS", help="codecs with semicolons between; default: six")
+    parser.add_argument("--rounds", type=int, default=11, help="turns of each measurement; default 11")
+    add_placement_options(parser, "-n", "--lab", "--hosts", help=PLACEMENT_HELP)
+
+
+def _plan_machine(arguments: argparse.Namespace, out: str) -> Any:
+    from syncline.bench.machine import PLANNER_CODECS, MachinePlan
+    from syncline.codecs import build_codec
+
+    given = arguments.codecs
+    codecs = PLANNER_CODECS if given is None else tuple(each.strip() for each in given.split(";") if each.strip())
+    for spec in codecs:  # an unknown one is refused before workers start
+        if build_codec(spec) is None:
+            raise SpecError(f"--codecs: {spec!r} encodes nothing, so there is nothing to measure")
+    return MachinePlan(out=out, codecs=codecs, rounds=arguments.rounds)
+
+
+def _show_machine(document: dict[str, Any], result: Path) -> str:
+    from syncline.bench.machine import describe
+    from syncline.planner.machine import MachineMeasurement
+
+    return f"{describe(MachineMeasurement.read(result))}\nwritten: {result}"
+
+
 def _configure_teams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", default="4,2", help="gradients of the two models; default 4,2")
     parser.add_argument("--compute", default="30,20", help="milliseconds of computation of each; default 30,20")
@@ -320,6 +346,9 @@ def _run_stragglers(arguments: argparse.Namespace, folder: Path) -> int:
 BENCHES = {
     "network": _BenchCommand(
         "latency, bandwidth, round trips", _configure_network, _on_ranks(_plan_network, _show_network)
+    ),
+    "machine": _BenchCommand(
+        "what predictions need: messages, codecs, overlap", _configure_machine, _on_ranks(_plan_machine, _show_machine)
     ),
     "collectives": _BenchCommand(
         "every all-reduce schedule", _configure_collectives, _on_ranks(_plan_collectives, _show_collectives)

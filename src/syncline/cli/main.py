@@ -101,6 +101,7 @@ COMMANDS = {
     "horovodrun": "run a script with horovodrun's options",
     "train": "train a workload on many workers",
     "race": "compare strategies: which one reaches a target accuracy first",
+    "profile": "measure the layers of a model: times, FLOPs, memory",
     "report": "write the report of a race again",
     "lint": "check the logs of a race or a run for twelve reporting mistakes",
     "watch": "watch a race or a training in the browser",
@@ -130,6 +131,7 @@ HINTS = {
     **dict.fromkeys(("benchmark", "measure"), "did you mean 'bench'?"),
     **dict.fromkeys(("init", "create", "template"), "did you mean 'new'?"),
     **dict.fromkeys(("info", "doctor"), "did you mean 'env'?"),
+    **dict.fromkeys(("profiler", "flops", "memory"), "did you mean 'profile'?"),
 }
 """Commands that users of other tools may try, and what to write instead."""
 

@@ -35,7 +35,7 @@ from syncline.errors import SpecError
 from syncline.parallel.partition.base import LayerCost, ModelProfile
 from syncline.specs import nearest
 
-__all__ = ["profile_model", "restoring_state"]
+__all__ = ["LayerClock", "TrainingStep", "layer_starts", "profile_model", "restoring_state", "tensors_in"]
 
 WARM_UP_STEPS = 2
 MIN_SAMPLES_TO_HALVE = 4
@@ -48,6 +48,7 @@ def profile_model(
     loss_fn: Callable[..., Tensor] | None = None,
     *,
     targets: Any = None,
+    loss_of: Callable[[nn.Module, Tensor, Any], Tensor] | None = None,
     names: Sequence[str] | None = None,
     batch_sizes: tuple[int, int] | None = None,
     repeats: int = 5,
@@ -67,6 +68,7 @@ def profile_model(
         loss_fn: makes a number of the model's output, as `loss_fn(output)`, or `loss_fn(output, targets)` if there are
             targets. By default the sum of the output.
         targets: a tensor, or a list or tuple of tensors.
+        loss_of: makes the loss of the model itself, as `loss_of(model, inputs, targets)`, in place of `loss_fn`.
         names: the layers, as names of modules that do not contain each other. By default the modules inside the model,
             with those inside `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict` in their place.
         batch_sizes: the two batch sizes. Larger batches than that of the inputs repeat their samples. By default the
@@ -83,7 +85,7 @@ def profile_model(
         raise SpecError(f"repeats is {repeats!r}; it must be a whole number, at least 1")
     with restoring_state(model), torch.enable_grad():
         model.train()
-        steps = {size: _TrainingStep(model, arguments, targets, loss_fn, size) for size in {own, *sizes}}
+        steps = {size: TrainingStep(model, arguments, targets, loss_fn, size, loss_of) for size in {own, *sizes}}
         layers = _called_layers(model, steps[sizes[0]], names)
         structure = _structure(steps[own], layers)
         times = {size: _measure(steps[size], layers, repeats) for size in sizes}
@@ -124,7 +126,7 @@ def _fit(seconds: Mapping[int, float], batch_size: int) -> tuple[float, float]:
     return fixed + slope * batch_size, fixed
 
 
-class _TrainingStep:
+class TrainingStep:
     """Forward, loss and backward with a batch of some size. Gradients are returned, and no parameter changes."""
 
     def __init__(
@@ -134,8 +136,10 @@ class _TrainingStep:
         targets: Any,
         loss_fn: Callable[..., Tensor] | None,
         batch_size: int,
+        loss_of: Callable[..., Tensor] | None = None,
     ) -> None:
         self.model = model
+        self._loss_of = loss_of
         self._arguments = _resized(arguments, batch_size)
         self._targets = _resized(targets, batch_size)
         self._loss_fn = loss_fn
@@ -144,18 +148,27 @@ class _TrainingStep:
             raise SpecError("no parameter of the model requires a gradient: there is nothing to train")
         self.device = self._trained[0].device
 
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """The inputs and the targets."""
+        return (*self._arguments, self._targets)
+
     def forward(self) -> Tensor:
         """The loss."""
-        output = self.model(*self._arguments)
-        if self._loss_fn is None:
-            parts = [each.float().sum() for each in _tensors(output) if each.requires_grad]
-            loss = sum(parts[1:], parts[0]) if parts else torch.zeros(())
+        if self._loss_of is not None:
+            loss = self._loss_of(self.model, *self._arguments, self._targets)
         else:
-            loss = self._loss_fn(output) if self._targets is None else self._loss_fn(output, self._targets)
+            loss = self._loss_from(self.model(*self._arguments))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise SpecError(f"the loss is {what}; it must be one number that depends on the parameters")
         return loss
+
+    def _loss_from(self, output: Any) -> Tensor:
+        if self._loss_fn is None:
+            parts = [each.float().sum() for each in tensors_in(output) if each.requires_grad]
+            return sum(parts[1:], parts[0]) if parts else torch.zeros(())
+        return self._loss_fn(output) if self._targets is None else self._loss_fn(output, self._targets)
 
     def backward(self, loss: Tensor) -> None:
         """The gradients of all parameters. Those that the parameters hold do not change."""
@@ -169,10 +182,10 @@ class _TrainingStep:
 
 
 @dataclass
-class _LayerClock:
+class LayerClock:
     """The time and the number of autograd functions at which each layer begins in one forward."""
 
-    step: _TrainingStep
+    step: TrainingStep
     layers: Mapping[str, nn.Module]
     began: list[float] = field(default_factory=list)
     functions: list[int] = field(default_factory=list)
@@ -228,17 +241,17 @@ class _LayerTimes:
     backward_s: list[float]
 
 
-def _structure(step: _TrainingStep, layers: Mapping[str, nn.Module]) -> _Structure:
+def _structure(step: TrainingStep, layers: Mapping[str, nn.Module]) -> _Structure:
     """One forward with hooks on each layer and on each tensor that autograd saves."""
     count = len(layers)
     trained = {id(each): each for each in step.model.parameters() if each.requires_grad}
     own = [{id(each) for each in module.parameters()} & trained.keys() for module in layers.values()]
     found = _Structure([0] * count, [0] * count, own, set())
-    clock = _LayerClock(step, layers)
+    clock = LayerClock(step, layers)
     seen = {each.untyped_storage().data_ptr() for each in (*step.model.parameters(), *step.model.buffers())}
 
     def measure_output(module: nn.Module, arguments: Any, output: Any) -> None:
-        found.output_bytes[clock.place] = sum(each.nbytes for each in _tensors(output))
+        found.output_bytes[clock.place] = sum(each.nbytes for each in tensors_in(output))
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -264,7 +277,7 @@ def _structure(step: _TrainingStep, layers: Mapping[str, nn.Module]) -> _Structu
     return found
 
 
-def _measure(step: _TrainingStep, layers: Mapping[str, nn.Module], repeats: int) -> _LayerTimes:
+def _measure(step: TrainingStep, layers: Mapping[str, nn.Module], repeats: int) -> _LayerTimes:
     """The median times of each layer, rescaled to the median step without hooks."""
     for _ in range(WARM_UP_STEPS):
         step.backward(step.forward())
@@ -280,21 +293,16 @@ def _measure(step: _TrainingStep, layers: Mapping[str, nn.Module], repeats: int)
     return _LayerTimes([each * scale for each in forward_s], [each * scale for each in backward_s])
 
 
-def _timed_step(step: _TrainingStep, layers: Mapping[str, nn.Module]) -> list[float]:
+def _timed_step(step: TrainingStep, layers: Mapping[str, nn.Module]) -> list[float]:
     """Seconds of forward of each layer, then of backward of each layer."""
-    clock = _LayerClock(step, layers)
+    clock = LayerClock(step, layers)
     begin = step.now()
     with clock.running():
         loss = step.forward()
     middle = step.now()
-    starts: dict[int, Any] = {}
-    for function in _functions(loss):  # the last function of each layer is where its backward begins
-        place = clock.place_of(function)
-        if place not in starts or function._sequence_nr() > starts[place]._sequence_nr():
-            starts[place] = function
     reached: dict[int, float] = {}
     with ExitStack() as hooks:
-        for place, function in starts.items():
+        for place, function in layer_starts(loss, clock).items():
             note = _Note(place, reached, step)
             hooks.callback(function.register_prehook(note).remove)
         backward = step.now()
@@ -310,19 +318,29 @@ def _timed_step(step: _TrainingStep, layers: Mapping[str, nn.Module]) -> list[fl
     return [*forward_s, *backward_s]
 
 
+def layer_starts(loss: Tensor, clock: LayerClock) -> dict[int, Any]:
+    """The autograd function with which the backward of each layer begins: the last one that the layer made."""
+    starts: dict[int, Any] = {}
+    for function in _functions(loss):
+        place = clock.place_of(function)
+        if place not in starts or function._sequence_nr() > starts[place]._sequence_nr():
+            starts[place] = function
+    return starts
+
+
 @dataclass(frozen=True)
 class _Note:
     """A hook of an autograd function that notes when the function begins."""
 
     place: int
     reached: dict[int, float]
-    step: _TrainingStep
+    step: TrainingStep
 
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         self.reached.setdefault(self.place, self.step.now())
 
 
-def _called_layers(model: nn.Module, step: _TrainingStep, names: Sequence[str] | None) -> dict[str, nn.Module]:
+def _called_layers(model: nn.Module, step: TrainingStep, names: Sequence[str] | None) -> dict[str, nn.Module]:
     """The layers, in the order of execution; each is called exactly once."""
     candidates = _named_layers(model, names) if names is not None else dict(_default_layers(model, ""))
     calls: list[str] = []
@@ -428,16 +446,16 @@ def _next_function() -> int:
         return int(torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in the output of a module."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _batch_size(arguments: tuple[Any, ...]) -> int:

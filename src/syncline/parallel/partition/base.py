@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ __all__ = ["Bottleneck", "LayerCost", "ModelProfile", "PartitionPrediction", "Pr
 PROFILE_KIND = "profile of a model"
 PARTITION_KIND = "partition into stages"
 FILE_VERSION = 1
+_JSON_END = "\n}\n"
 MAX_SHOWN_LAYERS = 40
 """Names of layers that an error message lists."""
 
@@ -178,8 +179,11 @@ class ModelProfile:
         layers = tuple(layer.scaled(batch_size / self.batch_size) for layer in self.layers)
         return replace(self, layers=layers, batch_size=batch_size)
 
-    def write(self, path: str | Path) -> None:
-        """Write the profile to a JSON file, one layer a line."""
+    def write(self, path: str | Path, training: Mapping[str, Any] | None = None) -> None:
+        """Write the profile to a JSON file, one layer a line.
+
+        `training` is an object that `read` passes over: what `syncline.planner` measures besides the layers.
+        """
         head = {
             "format": PROFILE_KIND,
             "version": FILE_VERSION,
@@ -193,7 +197,13 @@ class ModelProfile:
         lists = {"layers": [_without_defaults(layer) for layer in self.layers]}
         if self.edges is not None:
             lists["edges"] = [list(edge) for edge in self.edges]  # type: ignore[misc]
-        write_json_text(path, _json_text(head, lists))
+        text = _json_text(head, lists)
+        if training is not None:
+            flat = {key: value for key, value in training.items() if not isinstance(value, list)}
+            inner = _json_text(flat, {key: value for key, value in training.items() if isinstance(value, list)})
+            indented = inner.rstrip().replace("\n", "\n  ")
+            text = f'{text.removesuffix(_JSON_END)},\n  "training": {indented}{_JSON_END}'
+        write_json_text(path, text)
 
     @classmethod
     def read(cls, path: str | Path) -> ModelProfile:
@@ -204,6 +214,8 @@ class ModelProfile:
         """
         fields = read_json_fields(path, kind=PROFILE_KIND, version=FILE_VERSION)
         edges = fields.lists("edges") if "edges" in fields else None
+        if "training" in fields:
+            fields.inner("training")
         try:
             profile = cls(
                 layers=tuple(_read_layer(each) for each in fields.inners("layers")),
@@ -535,4 +547,4 @@ def _json_text(head: dict[str, Any], lists: dict[str, list[Any]]) -> str:
     for key, items in lists.items():
         inside = ",\n".join(f"    {json.dumps(item, ensure_ascii=False)}" for item in items)
         lines.append(f"  {json.dumps(key)}: [\n{inside}\n  ]")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return "{\n" + ",\n".join(lines) + _JSON_END

@@ -99,10 +99,7 @@ class JsonFields:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number, at least 0."""
-        value, where = self._take(key, default), f"{self._where}: {key!r}"
-        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-            raise SpecError(f"{where} is {_shown(value)}; it must be a number, at least 0")
-        return float(value)
+        return self._number(self._take(key, default), f"{self._where}: {key!r}")
 
     def choice(self, key: str, values: tuple[Choice, ...]) -> Choice:
         """One of some texts."""
@@ -114,6 +111,17 @@ class JsonFields:
     def inners(self, key: str) -> list[JsonFields]:
         """A list of objects."""
         return [JsonFields(each, where) for where, each in self._list(key)]
+
+    def inner(self, key: str) -> JsonFields:
+        """An object."""
+        return JsonFields(self._take(key), f"{self._where}: {key!r}")
+
+    def pair(self, key: str) -> tuple[float, float]:
+        """A list of two finite numbers, at least 0."""
+        numbers = [self._number(each, where) for where, each in self._list(key)]
+        if len(numbers) != 2:
+            raise SpecError(f"{self._where}: {key!r} has {len(numbers)} numbers; it must have two")
+        return numbers[0], numbers[1]
 
     def lists(self, key: str) -> tuple[tuple[str, ...], ...]:
         """A list of lists of texts."""
@@ -142,6 +150,12 @@ class JsonFields:
         if not isinstance(value, list):
             raise SpecError(f"{self._where}: {key!r} is {_shown(value)}; it must be a list")
         return ((f"{self._where}: {key!r}[{place}]", each) for place, each in enumerate(value))
+
+    @staticmethod
+    def _number(value: Any, where: str) -> float:
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+            raise SpecError(f"{where} is {_shown(value)}; it must be a number, at least 0")
+        return float(value)
 
     @staticmethod
     def _text(value: Any, where: str, *, empty: bool) -> str:

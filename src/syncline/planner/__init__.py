@@ -1,0 +1,1 @@
+"""The planner: what a training step takes, and what limits it."""

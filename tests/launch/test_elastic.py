@@ -400,6 +400,44 @@ say("done", member, trained, repr(float(model.weight.detach().double().sum())), 
 """
 
 
+HALF_A_MESSAGE = """
+import threading, time, torch, syncline as sl
+member = int(os.environ["SYNCLINE_MEMBER"])
+sl.init()
+other = int(sl.allreduce(torch.tensor([0 if member else os.getpid()]), op="max", algorithm="ring"))
+numbers = torch.ones(25_000_000)
+
+def is_sending():
+    queues = [line.split()[4].split(":") for line in open("/proc/self/net/tcp").readlines()[1:]]
+    return any(int(sent, 16) + int(received, 16) > 1 << 16 for sent, received in queues)
+
+def die():
+    while not is_sending():
+        time.sleep(0.001)
+    os.kill(other, 19)  # it reads no more
+    time.sleep(0.3)
+    os.kill(other, 18)
+    os.kill(os.getpid(), 9)
+
+if member == 1:
+    threading.Thread(target=die).start()
+    while True:
+        sl.send(numbers, 0)
+try:
+    while True:
+        sl.recv(numbers, 1)
+except sl.errors.PeerLostError as error:
+    say("lost", error)
+"""
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_message_holds_nobody(runs: Runs) -> None:
+    """gloo ends no wait for a message of which a part has arrived: it would last until the timeout of 300 s."""
+    run = runs.start("run", "-n", "2", "--elastic", "1:2", "--folder", "job", runs.script(HALF_A_MESSAGE))
+    assert run.finish().code == 0, run.describe()
+    assert "lost rank 0 lost rank 1" in run.out
+
+
 @pytest.mark.parametrize(
     ("strategy", "replicas"), [("ssp(slack=2)", 2), ("downpour(push=2, fetch=2)", 1), ("gossip(pairwise=True)", 0)]
 )

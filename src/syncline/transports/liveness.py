@@ -212,6 +212,14 @@ class Liveness:
         self.undelivered.pop(channel, None)
         self._entered.pop(channel, None)
 
+    def give_up(self, channel: str) -> None:
+        """In an elastic job: write that this rank has broken the connections of a channel on purpose.
+
+        Breaking them ends the waits of the others, except for a message of which a part has arrived.
+        """
+        if self.elastic:
+            self._ask(self._store.set, f"given up/{channel}", str(self.rank))
+
     def leave(self) -> None:
         """Write that this rank leaves by itself. A second call does nothing."""
         if not self._left:
@@ -444,9 +452,14 @@ class Liveness:
         """
         gone = self.dead.keys() | (self.links.unreachable.keys() if self.links is not None else set())
         for wait in list(self._waits.values()):
-            if wait.break_off is not None and not gone.isdisjoint(wait.members):
+            if wait.break_off is not None and (not gone.isdisjoint(wait.members) or self._is_given_up(wait)):
                 break_off, wait.break_off = wait.break_off, None
                 break_off()
+
+    def _is_given_up(self, wait: _Wait) -> bool:
+        """Whether another rank has given up the channel of a long wait."""
+        long = self.runtime.now() - wait.since >= COMPARE_AFTER_S
+        return long and self._ask(self._store.check, [f"given up/{wait.channel}"]) is True
 
     def _probe_links(self) -> None:
         """Find hosts of members that cannot be reached: a wait for them would last until its timeout."""

@@ -84,6 +84,8 @@ class ProcessGroupFactory:
         self._closing: list[Task] = []
         self._devices: list[Any] = []
         self._channels = 0
+        self.idle_waiting_tasks: list[Any] = []
+        """Tasks that wait for messages in place of their callers, in an elastic job. The channels share them."""
 
     def await_members(self, channel: str, members: Sequence[int], rank: int) -> None:
         """Wait until all members are ready to make a channel; raise soon after one is known to be lost.

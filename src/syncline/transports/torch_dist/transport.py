@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
-from syncline.runtime import RealRuntime, Task
+from syncline.runtime import Queue, RealRuntime, Runtime, Task
 from syncline.transports.base import MAX_TAG, Handle, NativeCollectives, Op, Transport, format_bytes
 from syncline.transports.key_value_store import (
     ELASTIC_WORLD,
@@ -74,10 +74,59 @@ logger = logging.getLogger("syncline")
 
 FOREVER = timedelta(days=3650)
 """A timeout that is never reached: torch has no infinite one."""
+CHECK_BROKEN_EVERY_S = 0.25
+"""In an elastic job: interval in seconds at which a collective that waits checks whether its wait was broken."""
+
+
+class _InterruptibleWait:
+    """A wait for a message of gloo that its caller can give up."""
+
+    def __init__(self, work: Any, limit: timedelta, runtime: Runtime) -> None:
+        self.work, self.limit = work, limit
+        self.over = runtime.event()
+        self.error: RuntimeError | None = None
+
+    def give_up(self) -> None:
+        """Let the caller continue with an error. The task that waits ends when gloo does."""
+        self.error = RuntimeError("the connection broke in the middle of a message")
+        self.over.set()
+
+
+class _WaitingTask:
+    """A task that waits for messages of gloo, one after the other. It is in `idle` while it has none."""
+
+    def __init__(self, runtime: Runtime, idle: list[_WaitingTask]) -> None:
+        self._idle = idle
+        self._waits: Queue[_InterruptibleWait] = runtime.queue(1)
+        runtime.spawn(self._serve, name="wait for gloo")
+
+    def start(self, wait: _InterruptibleWait) -> None:
+        self._waits.put(wait)
+
+    def _serve(self) -> None:
+        while True:
+            wait = self._waits.get()
+            error: RuntimeError | None = None
+            try:
+                wait.work.wait(wait.limit)
+            except RuntimeError as found:
+                error = found
+            if not wait.over.is_set():
+                wait.error = error
+            self._idle.append(self)
+            wait.over.set()
 
 
 class WorkHandle:
-    """An operation of the engine in progress. It keeps its buffer alive."""
+    """An operation of the engine in progress. It keeps its buffer alive.
+
+    gloo ends a wait when a connection breaks, but not the wait for a message of which a part has arrived: that lasts
+    until its timeout. So in an elastic job another task waits for messages, and waits for collectives are short ones.
+    The caller continues when the liveness task finds that a member is lost, or has given up the channel::
+
+        worker 0   allreduce, waits ── liveness task breaks the wait ── PeerLostError ── next team
+        worker 1   allreduce, killed after half a message
+    """
 
     def __init__(
         self,
@@ -101,6 +150,9 @@ class WorkHandle:
         self._done = False
         self._keep_alive = keep_alive
         self._lossy = lossy
+        self._broken = False
+        """Whether the liveness task has broken the wait."""
+        self._interruptible: _InterruptibleWait | None = None
 
     def __del__(self) -> None:
         if self._keep_alive and not self._done:
@@ -118,10 +170,16 @@ class WorkHandle:
         timeout = transport.timeout if timeout is None else timeout
         start = transport.runtime.now()
         no_deadline = timeout == math.inf
-        end_wait = transport.waiting(self._pending, self._peer, no_deadline)
+        interruptible = transport.liveness.elastic and not no_deadline and not self._buffer.is_cuda
+        end_wait = transport.waiting(self._pending, self._peer, no_deadline, self._break_wait)
         try:
             try:
-                self.work.wait(FOREVER if no_deadline else timedelta(seconds=timeout))
+                if not interruptible:
+                    self.work.wait(FOREVER if no_deadline else timedelta(seconds=timeout))
+                elif self._peer is None:
+                    self._wait_for_collective(start + timeout)
+                else:
+                    self._wait_for_message(timeout)
             finally:
                 end_wait()
         except RuntimeError as error:
@@ -135,6 +193,42 @@ class WorkHandle:
         if self._copy_to is not None:
             self._copy_to.copy_(self._buffer)
         self._done = True
+
+    def _wait_for_collective(self, until: float) -> None:
+        """Wait for short times: a collective has no other effect if one of them ends."""
+        now = self._transport.runtime.now
+        while True:
+            try:
+                self.work.wait(timedelta(seconds=max(0.001, min(CHECK_BROKEN_EVERY_S, until - now()))))
+                return
+            except RuntimeError:
+                if self._broken or self.work.is_completed() or now() >= until:
+                    raise
+
+    def _wait_for_message(self, timeout: float) -> None:
+        """Let another task wait: a wait of gloo for a message that ends by its timeout breaks all connections."""
+        transport = self._transport
+        wait = _InterruptibleWait(self.work, timedelta(seconds=timeout), transport.runtime)
+        self._interruptible = wait
+        if self._broken:
+            wait.give_up()
+        else:
+            idle = transport.factory.idle_waiting_tasks
+            try:
+                task = idle.pop()
+            except IndexError:  # another task may have taken the last one
+                task = _WaitingTask(transport.runtime, idle)
+            task.start(wait)
+        wait.over.wait()
+        if wait.error is not None:
+            raise wait.error
+
+    def _break_wait(self) -> None:
+        """End the wait of another task. gloo may not notice that a connection is broken."""
+        self._transport.break_waits()
+        self._broken = True
+        if self._interruptible is not None:
+            self._interruptible.give_up()
 
 
 OPS: dict[Op, Any] = {
@@ -414,11 +508,13 @@ class TorchTransport(Transport):
         """Whether this rank has closed or aborted the channel."""
         return self._closed or self._aborted
 
-    def waiting(self, pending: str, peer: int | None, no_deadline: bool) -> Callable[[], object]:
+    def waiting(
+        self, pending: str, peer: int | None, no_deadline: bool, break_off: Callable[[], None] | None = None
+    ) -> Callable[[], object]:
         """Record that this rank waits, unless the wait has no deadline. Call the returned function at its end."""
         if not no_deadline:
             whom = None if peer is None else self.members[peer]
-            return self.liveness.waiting(pending, self.channel, self.members, whom, self._break_waits)
+            return self.liveness.waiting(pending, self.channel, self.members, whom, break_off or self.break_waits)
         with self._lock:
             self._unbounded_waits += 1
         return self._end_unbounded_wait
@@ -469,10 +565,13 @@ class TorchTransport(Transport):
     def abort(self) -> None:
         """Break every wait on this channel, here and at the peers, as gloo does when one wait times out."""
         self._aborted = True
+        if not self._closed:
+            self.liveness.give_up(self.channel)
         self._mailbox.fail(channel_closed)
-        self._break_waits()
+        self.break_waits()
 
-    def _break_waits(self) -> None:
+    def break_waits(self) -> None:
+        """Break the connections of this channel. gloo then ends the waits of this rank and of its peers."""
         # gloo cannot cancel a wait, but a receive that times out breaks all connections of the group.
         for peer in range(self.size):
             if peer != self.rank and self.groups.cpu is not None:

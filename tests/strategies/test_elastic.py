@@ -657,4 +657,4 @@ def leave_politely(seed: int) -> None:
 
 @pytest.mark.hunt
 def test_worker_leaves_politely_and_nothing_is_repeated() -> None:
-    hunt_cases(leave_politely, seeds(3, 500), "tests.strategies.test_elastic.leave_politely({seed})")
+    hunt_cases(leave_politely, seeds(6, 500), "tests.strategies.test_elastic.leave_politely({seed})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -19,6 +19,11 @@ only_hunting = pytest.mark.skipif(not HUNTING, reason="a long search, which SYNC
 def seeds(sample: int, every: int = 1000) -> range:
     """The seeds to try: a sample, or all."""
     return range(every if HUNTING else sample)
+
+
+def spread(cases: Sequence[T], sample: int) -> Sequence[T]:
+    """All cases of an ordered table, or a sample of about this size with equal distances."""
+    return cases if HUNTING else cases[:: -(-len(cases) // sample)]
 
 
 def hunted(check: Callable[..., T], tried: Iterable[int], *drawn: str) -> list[T]:

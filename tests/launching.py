@@ -42,12 +42,14 @@ def torch_variables(size: int) -> list[dict[str, str]]:
     ]
 
 
-def start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
+def start(command: Sequence[str], variables: Mapping[str, str], stdin: int | None = None) -> subprocess.Popen[str]:
     """Start one rank without the variables of other launchers. It is forked from a process that has imported torch."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
     words = forked_python(command, environ)
-    return subprocess.Popen(words, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words, env=environ, cwd=ROOT, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:

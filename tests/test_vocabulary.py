@@ -6,9 +6,12 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.xdist_group("vocabulary")  # one worker reads and parses the files
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "syncline"
@@ -99,11 +102,29 @@ SUFFIXES = {"Second": ("_S", "_SECONDS"), "Byte": ("_BYTES",), "Millisecond": ("
 """How the name of a constant ends whose description begins with a unit."""
 
 
-def classes() -> Iterator[tuple[str, Path]]:
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                yield node.name, path.relative_to(SOURCE)
+@cache
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(read(path))
+
+
+@cache
+def definitions() -> list[tuple[ast.ClassDef | ast.FunctionDef, Path]]:
+    """The classes and functions of the package, and their files."""
+    return [
+        (node, path.relative_to(SOURCE))
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    ]
+
+
+def classes() -> list[tuple[str, Path]]:
+    return [(node.name, path) for node, path in definitions() if isinstance(node, ast.ClassDef)]
 
 
 def test_public_class_names_are_unique() -> None:
@@ -124,9 +145,8 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 
 def test_no_function_has_a_name_that_says_nothing() -> None:
     found = [
-        (node.name, str(path.relative_to(SOURCE)))
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        (node.name, str(path))
+        for node, path in definitions()
         if isinstance(node, ast.FunctionDef) and node.name.lstrip("_") in FUNCTIONS
     ]
     assert found == []
@@ -135,7 +155,7 @@ def test_no_function_has_a_name_that_says_nothing() -> None:
 def constants() -> Iterator[tuple[str, str, str]]:
     """The constants of each module: name, description, file."""
     for path in FILES:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
+        body = parse(path).body
         for node, after in zip(body, [*body[1:], None], strict=True):
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if isinstance(target, ast.Name) and target.id.isupper() and not isinstance(node.value, ast.Call):  # type: ignore[attr-defined]
@@ -160,7 +180,7 @@ def test_constants_name_their_unit() -> None:
 
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_no_text_has_a_phrase_that_is_read_twice(phrase: str) -> None:
-    assert [str(path.relative_to(ROOT)) for path in PROSE if phrase in path.read_text(encoding="utf-8")] == []
+    assert [str(path.relative_to(ROOT)) for path in PROSE if phrase in read(path)] == []
 
 
 OTHERS_PRIVATE = (
@@ -177,7 +197,7 @@ OTHERS_PRIVATE = (
 
 def private_uses(path: Path) -> Iterator[str]:
     """Where a test reaches for a private attribute of another object, or imports a private name of the package."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
             base = node.value
             if isinstance(base, ast.Name) and base.id in ("self", "cls"):

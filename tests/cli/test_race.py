@@ -60,15 +60,18 @@ name = "good"
 name = "crashes"
 learning_rate = 0.03125
 [[entry]]
-name = "hangs"
-learning_rate = 0.0625
-[[entry]]
 name = "diverges"
 learning_rate = 1e30
 [[entry]]
 name = "ddp"
 strategy = "ddp"
 """
+HANGS = """
+[[entry]]
+name = "hangs"
+learning_rate = 0.0625
+"""
+MINE = ("mine.py", "-n", "2", "--entries", "mine.toml", "--seeds", "1")
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -152,11 +155,10 @@ def test_a_script_that_was_edited_does_not_go_on(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.xdist_group("gloo")
-def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: Runs) -> None:
+def test_who_crashes_or_diverges_stays_in_the_table(tmp_path: Path, runs: Runs) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "mine.toml").write_text(ENTRIES)
-    line = "race mine.py -n 2 --entries mine.toml --seeds 1 --limit 20 --out here"
-    ended = runs.start(*line.split()).finish().finish().finish()  # five runs, one of them for as long as it may
+    ended = runs.start("race", *MINE, "--out", "here").finish().finish()  # four runs
     assert ended.code == 0, ended.err
     assert ended.out.strip() == "here/report.html"
     found = read_race(tmp_path / "here")
@@ -165,7 +167,6 @@ def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: 
     assert told["good"] == told["ddp"] == ("finished", "")
     assert told["crashes"][0] == "failed"
     assert "ZeroDivisionError" in told["crashes"][1]
-    assert told["hangs"] == ("hung", "no end after 20 s (--limit)")
     assert told["diverges"][0] == "diverged"
     assert "division by zero" in (tmp_path / "here/runs/crashes/2w-seed1/output.txt").read_text()
     page = (tmp_path / "here" / "report.html").read_text()
@@ -174,6 +175,21 @@ def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: 
         assert reason.split(":")[0] in page
     good, ddp = (found.of(name)[0] for name in ("good", "ddp"))
     assert good.evaluations[-1].metric == pytest.approx(ddp.evaluations[-1].metric, rel=1e-5)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_who_hangs_is_ended_after_its_limit(tmp_path: Path, runs: Runs) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "mine.toml").write_text(HANGS)
+    ended = runs.run("race", *MINE, "--limit", "3", "--out", "here")
+    assert ended.code == 0, ended.err
+    found = read_race(tmp_path / "here")
+    assert [(run.entry, run.status, run.reason) for run in found.runs] == [
+        ("hangs", "hung", "no end after 3 s (--limit)")
+    ]
+    page = (tmp_path / "here" / "report.html").read_text()
+    assert "no end after 3 s" in page
+    runs.assert_nothing_left()
 
 
 @pytest.mark.xdist_group("gloo")

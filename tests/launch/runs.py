@@ -71,7 +71,10 @@ class Runs:
             "HERE": str(self.folder),
             "TMPDIR": str(self.temporary),
             "TEST_MARK": self.mark,
+            # One process that has imported torch forks all runs only if these variables are the same in all of them.
             "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # as the lab sets it for ranks
         }
         return clean | own | dict(variables or {})
 
@@ -153,9 +156,6 @@ class Run:
     ) -> None:
         number = len(runs.started)
         self._out, self._err = runs.folder / f"out{number}", runs.folder / f"err{number}"
-        if "@" in where or "--lab" in arguments:
-            # The lab sets it for ranks. With the same value here, ranks can be forked from the launcher.
-            environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         request = {"arguments": list(arguments), "folder": str(runs.folder), "job": job, "where": where}
         with open(self._out, "ab") as out, open(self._err, "ab") as err, open(os.devnull) as nothing:
             streams = [nothing.fileno(), out.fileno(), err.fileno()]

@@ -91,11 +91,11 @@ def test_script_runs_as_under_plain_python(runs: Runs, what: list[str]) -> None:
     for name in ("look.py", "sub/look.py", "package/__main__.py", "folder/__main__.py"):
         runs.script(LOOK, name)
     (runs.folder / "package" / "__init__.py").touch()
-    environ = {**runs.environ(), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = runs.environ()
     plain = subprocess.run(
         [sys.executable, *what], cwd=runs.folder, env=environ, capture_output=True, text=True, timeout=WAIT_TIMEOUT_S
     )
-    run = runs.run("run", "-n", "1", *what, variables={"PYTHONDONTWRITEBYTECODE": "1"})
+    run = runs.run("run", "-n", "1", *what)
     assert plain.returncode == run.code == 0, (plain.stderr, run.describe())
     assert "LATER" in plain.stdout
     assert run.out == plain.stdout

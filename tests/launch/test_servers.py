@@ -19,8 +19,25 @@ from tests.launch.runs import Runs
 from tests.launch.sshd import SSHD, ssh_server
 from tests.launching import ROOT
 
-ECHO = {"servers": 2, "server": ("-m", "tests.server.echo_server")}
-HERE: dict[str, Any] = {"variables": {"PYTHONPATH": str(ROOT)}}
+IMPORT_TESTS = f"""
+sys.path.insert(0, {str(ROOT)!r})
+"""
+ECHO = (
+    IMPORT_TESTS
+    + """
+from syncline.server import server
+from syncline.server.__main__ import main
+from tests.server.network_cases import serve
+server.__dict__["serve"] = serve
+sys.exit(main())
+"""
+)
+
+
+def echo_servers(runs: Runs) -> dict[str, Any]:
+    """Two servers from a file that can be forked, as the workers are; `tests/server/echo_server.py` as a script."""
+    return {"servers": 2, "server": (runs.script(ECHO, "echo.py"),)}
+
 
 USE = """
 import syncline as sl
@@ -84,7 +101,7 @@ os._exit(0)  # its world is broken: nothing to close
 
 
 def test_servers_outlive_a_killed_worker(runs: Runs) -> None:
-    run = runs.run(runs.script(LOSING), job={**ECHO, "policy": "continue"}, **HERE)
+    run = runs.run(runs.script(IMPORT_TESTS + LOSING), job={**echo_servers(runs), "policy": "continue"})
     assert run.code == 137, run.describe()
     assert run.out == "lost 1 and go on: 3005\n"
     ours = [line for line in run.err.splitlines() if line.startswith("syncline: ")]
@@ -123,7 +140,7 @@ until("never")
 def test_workers_learn_of_a_killed_server(runs: Runs) -> None:
     killed = runs.script(KILLED, "server.py")
     job = {"servers": 2, "server": (killed,), "policy": "continue"}
-    run = runs.run(runs.script(DYING), job=job, **HERE)
+    run = runs.run(runs.script(DYING), job=job)
     assert run.code == 137, run.describe()
     assert sorted(run.out.splitlines()) == ["[1] server 2 is lost", "server 2 is lost"]
     assert "syncline: server 0 was killed by signal 9 (SIGKILL); the others go on" in run.err
@@ -132,7 +149,7 @@ def test_workers_learn_of_a_killed_server(runs: Runs) -> None:
 
 def test_servers_import_a_module_of_handlers(runs: Runs) -> None:
     (runs.folder / "my_handlers.py").write_text("print('imported by', __import__('os').environ['SYNCLINE_ROLE'])")
-    run = runs.run(runs.script(USE), job={**ECHO, "handlers": "my_handlers"}, **HERE)
+    run = runs.run(runs.script(IMPORT_TESTS + USE), job={**echo_servers(runs), "handlers": "my_handlers"})
     assert run.code == 0, run.describe()
     assert sorted(run.out.splitlines()) == [
         "2 (2, 3) True 2000 3000",
@@ -203,8 +220,8 @@ with sl.init() as world:
 
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_an_evaluator_asks_the_servers(runs: Runs, dedicated: bool) -> None:
-    job = {**(ECHO if dedicated else {}), "evaluators": 1}
-    run = runs.run(runs.script(WATCH), job=job, **HERE)
+    job = {**(echo_servers(runs) if dedicated else {}), "evaluators": 1}
+    run = runs.run(runs.script(IMPORT_TESTS + WATCH), job=job)
     assert run.code == 0, run.describe()
     whom = "4 (0, 1) (2, 3) (4,) 2007 3007" if dedicated else "2 (0, 1) (0, 1) (2,) 7 1007"
     assert run.out == f"[evaluator] 1 {whom}\n"
@@ -221,10 +238,11 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.hunt
 @pytest.mark.skipif(not os.environ.get("SYNCLINE_HUNT"), reason="half a minute of processes: SYNCLINE_HUNT=1 runs it")
 def test_servers_on_hosts(runs: Runs, ssh: str) -> None:
-    script = Path(runs.script(USE))
+    script = Path(runs.script(IMPORT_TESTS + USE))
     script.write_text(script.read_text().replace('os.environ["HERE"]', repr(str(runs.folder))))
     variables = {"SYNCLINE_SSH": ssh, "PYTHONPATH": str(ROOT)}
-    run = runs.run(str(script), job=ECHO, where="alpha:1,localhost:1", variables=variables)
+    job = {"servers": 2, "server": ("-m", "tests.server.echo_server")}  # a script has no HERE there
+    run = runs.run(str(script), job=job, where="alpha:1,localhost:1", variables=variables)
     assert run.code == 0, run.describe()
     assert sorted(run.out.splitlines()) == ["2 (2, 3) True 2000 3000", "[1] 2 (2, 3) True 2001 3001"]
     runs.assert_nothing_left()
@@ -235,7 +253,7 @@ def test_servers_in_the_lab(runs: Runs) -> None:
         Lab(1, "open", check=False).close()
     except WorldError as error:
         pytest.skip(str(error))
-    run = runs.run(runs.script(USE), job=ECHO, where="2@100mbit", **HERE)
+    run = runs.run(runs.script(IMPORT_TESTS + USE), job=echo_servers(runs), where="2@100mbit")
     assert run.code == 0, run.describe()
     assert sorted(run.out.splitlines()) == ["2 (2, 3) True 2000 3000", "[1] 2 (2, 3) True 2001 3001"]
     runs.assert_nothing_left()

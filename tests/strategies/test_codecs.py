@@ -59,8 +59,10 @@ PAIRS = [(codec, way) for codec, ways in WAYS.items() for way in ways]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_all_ranks_hold_the_same_bits_after_30_steps(codec: str) -> None:
-    case = sl.simulate(lambda world: train(world, "sgd", 30, codec=codec, algorithm="auto"), ranks=2)
+def test_all_ranks_hold_the_same_bits_after_some_steps(codec: str) -> None:
+    case = sl.simulate(
+        lambda world: train(world, "sgd", 30 if "warmup" in codec else 12, codec=codec, algorithm="auto"), ranks=2
+    )
     assert all(torch.equal(case.results[0], other) for other in case.results)
     assert bool(torch.isfinite(case.results[0]).all())
     assert not torch.equal(case.results[0], flat(mlp()))
@@ -69,7 +71,7 @@ def test_all_ranks_hold_the_same_bits_after_30_steps(codec: str) -> None:
 @pytest.mark.parametrize(("codec", "way"), PAIRS)
 def test_all_ranks_hold_the_same_bits_by_every_way(codec: str, way: str) -> None:
     def case(world: sl.World) -> Tensor:
-        return train(world, "sgd", 20, batch=2 * world.size, codec=codec, algorithm=way)
+        return train(world, "sgd", 10, batch=2 * world.size, codec=codec, algorithm=way)
 
     results = sl.simulate(case, ranks=3).results
     assert all(torch.equal(results[0], other) for other in results)
@@ -87,9 +89,9 @@ def test_an_exact_codec_is_as_good_as_none() -> None:
     "codec", ["topk(0.1)|quantize(4)", "quantize(4)", "powersgd(2)", "cast('fp16')", "threshold(0.01)"]
 )
 def test_on_gloo(gloo: Pool, codec: str, beside: bool) -> None:
-    results = gloo.run(on_gloo, 3, _train_with, codec, beside, 30)
+    results = gloo.run(on_gloo, 3, _train_with, codec, beside, 12)
     assert all(torch.equal(results[0], other) for other in results)
-    simulated = sl.simulate(lambda world: train(world, "sgd", 30, codec=codec, algorithm="auto"), ranks=3).results[0]
+    simulated = sl.simulate(lambda world: train(world, "sgd", 12, codec=codec, algorithm="auto"), ranks=3).results[0]
     assert torch.allclose(results[0], simulated, atol=2e-2)
 
 
@@ -133,7 +135,7 @@ def test_applied_plus_residual_equals_all_gradients(codec: str, way: str) -> Non
     assert float(left.norm()) > 0
 
 
-def _accounts(world: sl.World, codec: str, way: str, steps: int = 30) -> tuple[Tensor, Tensor, Tensor]:
+def _accounts(world: sl.World, codec: str, way: str, steps: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     """The sums over all steps of this rank's gradients and of those that were applied, and what is left here."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

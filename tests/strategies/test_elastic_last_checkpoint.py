@@ -200,7 +200,7 @@ def lose(folder: Path, strategy: str) -> Callable[[int], None]:
 
 @pytest.mark.hunt
 def test_survivors_agree_on_the_checkpoint(folder: Path) -> None:
-    hunt_cases(lose(folder, "allreduce"), seeds(6, 600), "lose(folder, 'allreduce')({seed})")
+    hunt_cases(lose(folder, "allreduce"), seeds(3, 600), "lose(folder, 'allreduce')({seed})")
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def end_job(folder: Path, strategy: str) -> Callable[[int], None]:
 @pytest.mark.hunt
 @pytest.mark.parametrize("strategy", ["allreduce", "local(period=2)"])
 def test_the_last_workers_agree_on_the_checkpoint(strategy: str, folder: Path) -> None:
-    hunt_cases(end_job(folder, strategy), seeds(4, 300), f"end_job(folder, {strategy!r})({{seed}})")
+    hunt_cases(end_job(folder, strategy), seeds(2, 300), f"end_job(folder, {strategy!r})({{seed}})")
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -6,40 +6,25 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from syncline.testing.processes import free_port
+from tests.forking import forked_python
 from tests.hunting import only_hunting
-from tests.launching import ROOT, finish, launch, start, torch_variables
+from tests.launching import finish, launch, start, torch_variables
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
 
 def test_torchrun_runs_the_example_unchanged() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    done = subprocess.run(
-        [*command, "examples/hello.py"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "started by torchrun" in done.stdout
-    assert "mean 0.5, ranks [0, 1]" in done.stdout
+    options = ["--nproc-per-node", "2", "--master-port", str(free_port()), "--no-python"]
+    script = forked_python(["examples/hello.py"], {"OMP_NUM_THREADS": "1"})
+    (done,) = finish([start(["-m", "torch.distributed.run", *options, *script], {})])
+    assert done.code == 0, done.err
+    assert "started by torchrun" in done.out
+    assert "mean 0.5, ranks [0, 1]" in done.out
 
 
 def test_srun_and_mpiexec_run_it_too() -> None:
@@ -63,6 +48,8 @@ def test_srun_and_mpiexec_run_it_too() -> None:
 
 KILLED = """
 import os, signal, sys, torch, syncline as sl
+from syncline.transports import liveness
+liveness.CLOSE_TIMEOUT_S = 0.1                      # the one that is killed does not leave
 world = sl.init(timeout=60)
 big = torch.zeros(4_000_000)
 for step in range(1000):
@@ -117,9 +104,12 @@ def test_a_forgotten_close_does_not_hang_the_exit() -> None:
 
 LATE = """
 import logging, os, torch, syncline as sl
+from syncline.transports import liveness
 logging.basicConfig(format="%(message)s")
-world = sl.init(timeout=6)
-world.transport.liveness.warn_after_s = 1.0
+world = sl.init(timeout=60)
+world.transport.timeout = 2.0
+world.transport.liveness.warn_after_s = 0.5
+liveness.CLOSE_TIMEOUT_S = 0.1                      # rank 1 does not leave before rank 0 has ended
 if world.rank == 1:
     open(os.environ["PIPE"]).read()                 # alive, but not there: until the test opens the other end
 else:
@@ -146,7 +136,7 @@ def test_a_long_wait_says_for_whom_and_ends_at_the_timeout(tmp_path: Path) -> No
 def test_a_rank_that_never_comes_is_named() -> None:
     variables = torch_variables(3)[:2]
     script = (
-        "import syncline as sl\ntry:\n    sl.init(timeout=5)\nexcept sl.errors.WorldError as error:\n    print(error)"
+        "import syncline as sl\ntry:\n    sl.init(timeout=2)\nexcept sl.errors.WorldError as error:\n    print(error)"
     )
     for one in launch(script, variables):
         assert "ranks [2] did not join" in one.out, one
@@ -204,15 +194,16 @@ def test_a_world_is_closed_and_made_again() -> None:
 
 IDLE = """
 import torch, syncline as sl
-world = sl.init(timeout=3)
+world = sl.init(timeout=60)
+world.transport.timeout = 1.5
 buffer = torch.zeros(1)
 if world.rank == 1:
     sl.send(torch.ones(1), to=0)
     sl.send(torch.ones(1), to=0)
 else:
     sl.recv(buffer)
-for step in range(10):
-    world.compute(0.5)                              # longer than the timeout in all, with a receive from anyone open
+for step in range(6):
+    world.compute(0.4)                              # longer than the timeout in all, with a receive from anyone open
     sl.allreduce(torch.ones(1), op="mean", algorithm="ring")
     sl.allreduce(torch.ones(1), op="mean")
 if world.rank == 0:
@@ -276,9 +267,7 @@ else:
 def test_a_gloo_server_notices_the_end_of_its_last_client() -> None:
     variables = torch_variables(2)
     server = start(["-c", SERVER], variables[0])
-    client = subprocess.Popen(
-        [sys.executable, "-c", SERVER], env={**os.environ, **variables[1]}, stdin=subprocess.PIPE, text=True
-    )
+    client = start(["-c", SERVER], variables[1], stdin=subprocess.PIPE)
     assert server.stdout is not None
     assert server.stdout.readline() == "serving\n"
     client.kill()
@@ -307,34 +296,30 @@ def test_ranks_that_differ_are_named_and_nothing_aborts() -> None:
 
 def test_nothing_listens_to_the_outside() -> None:
     script = (
-        "import syncline as sl\n"
+        "import os, syncline as sl\n"
         "world = sl.init(timeout=60, process_group=True)\n"
         "team = world.group()\n"
-        "print('up', flush=True)\n"
+        "print('up', os.getpid(), flush=True)\n"
         "input()"
     )
-    variables = torch_variables(2)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={**os.environ, **each},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for each in variables
-    ]
+    processes = [start(["-c", script], each, stdin=subprocess.PIPE) for each in torch_variables(2)]
+    pids = []
     try:
         for process in processes:
             assert process.stdout is not None
-            assert process.stdout.readline() == "up\n"
-        owned = {f"socket:[{inode}]" for process in processes for inode in _sockets(process.pid)}
+            word, pid = process.stdout.readline().split()
+            assert word == "up"
+            pids.append(int(pid))
+        owned = {f"socket:[{inode}]" for pid in pids for inode in _sockets(pid)}
         listening = [row for row in _listeners() if f"socket:[{row[1]}]" in owned]
         assert listening, "the store and gloo listen somewhere"
         assert {address for address, _ in listening} == {"127.0.0.1"}
     finally:
-        for process in processes:
-            process.communicate("\n", timeout=60)
+        for process in processes:  # all together: each waits for the others to leave
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        finish(processes)
 
 
 def _sockets(pid: int) -> list[str]:

@@ -6,6 +6,7 @@ The pool communicates with its own children over pipes of `multiprocessing`, wit
 from __future__ import annotations
 
 import contextvars
+import gc
 import importlib
 import multiprocessing
 import os
@@ -125,6 +126,7 @@ def _work(pipe: Connection, engine: str, rank: int, size: int, port: int, timeou
     from syncline.environment import detect
 
     connect = importlib.import_module(f"syncline.transports.{engine}").connect
+    gc.freeze()  # the collector, and sl.distribute in its search for wrappers, skip the objects of all imports
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -109,7 +109,7 @@ with sl.init() as world:
 
 
 def test_processes_continue_with_a_slow_and_a_killed_one(runs: Runs) -> None:
-    run = runs.start("run", "-n", "4", "--on-failure", "continue", runs.script(UNEVEN), variables=PATHS)
+    run = runs.start("run", "-n", "4", "--on-failure", "continue", runs.script(UNEVEN))
     runs.read("waits")
     wait_for(lambda: "SIGKILL" in run.all_err or run.process.exitcode is not None, "rank 0 is killed")
     steps = [json.loads(runs.read(f"steps{rank}")) for rank in (2, 3)]

@@ -251,7 +251,7 @@ class Sharded(EpochReader[Piece]):
         try:
             while True:
                 yield from source.read_claimed(position, batches, claims)
-                if not claims.more():
+                if not claims.wait_for_more():
                     return
         finally:
             claims.leave()

@@ -173,7 +173,7 @@ class UnevenData:
     def _join_others(self) -> int:
         """Join the others' rounds until all have run out. Returns their number.
 
-        If data of a lost worker was dealt to this one meanwhile, it returns to its loop.
+        If this worker has received data of a lost worker meanwhile, it returns to its loop.
         """
         run, missed, self.waits = self._run, 0, True
         run.global_batch_begins()

@@ -172,7 +172,7 @@ class IOLoop:
     def _wait_for_driver(self, operation: Waitable, until: float, pending: Callable[[], str]) -> None:
         """Wait until the driver has completed the operation or has released the sockets."""
         if self.is_driver:
-            raise WorldError(f"{self.name} would wait for {pending()} while it deals with a message")
+            raise WorldError(f"{self.name} would wait for {pending()} while it handles a message")
         with self._lock:
             background = self.driver == "background"
             if background:

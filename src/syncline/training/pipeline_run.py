@@ -564,7 +564,7 @@ class PipelineRun(PartialModelRun):
 
     @contextmanager
     def _without_statistics(self) -> Iterator[None]:
-        """Inside, batch norms collect no statistics: activations are computed again, or nobody trains."""
+        """Inside, batch norms collect no statistics: activations are computed again, or the model is evaluated."""
         with ExitStack() as stack:
             for norms in self._norms:
                 stack.enter_context(norms.pause())

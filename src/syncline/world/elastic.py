@@ -569,7 +569,7 @@ class Elastic:
         return self.changes_team or self._others_change_team
 
     def note_own_departure(self) -> None:
-        """A step has ended. A member that is alone may leave after it: nobody has to know."""
+        """A step has ended. A member without others may leave after it, without an announcement."""
         self._departure_known |= len(self.team.members) == 1 and bool(self.leave_reason)
 
     @property

@@ -153,7 +153,7 @@ class AsynchronousRun(StrategyRun):
         if elastic is not None and self.admits_newcomers:
             member, timeout_s = elastic.limits.member, world.transport.timeout
             self.membership = WorkerMembership(self._channel, elastic.connector, member, elastic.launched, timeout_s)
-            self._channel.on_refresh = self._refresh_claims if self.on_resize is None else self.refresh_roll
+            self._channel.on_refresh = self._refresh_claims if self.on_resize is None else self.refresh_membership
 
     def control_channel(self) -> ControlChannel:
         return self._channel
@@ -280,7 +280,7 @@ class AsynchronousRun(StrategyRun):
         return self.world.elastic is not None and self.world.elastic.joining
 
     @property
-    def usual_workers(self) -> int:
+    def initial_workers(self) -> int:
         """The number of workers; in an elastic job the number at its start, the same for newcomers."""
         return self.world.size if self.world.elastic is None else self.world.elastic.launched
 
@@ -333,7 +333,7 @@ class AsynchronousRun(StrategyRun):
             waiting=self._check_requests,
         )
 
-    def refresh_roll(self) -> None:
+    def refresh_membership(self) -> None:
         """In the background: learn which workers are present, and report and claim batches."""
         if self.membership is not None:
             self.membership.refresh()
@@ -480,7 +480,7 @@ class AsynchronousRun(StrategyRun):
 
         They are those for the number of workers that this one knew. A script's own are for that of the start.
         """
-        self._team_size = self.usual_workers
+        self._team_size = self.initial_workers
         text = self._channel.value(SCHEDULE_KEY)
         if text is None:
             return
@@ -550,7 +550,7 @@ class AsynchronousRun(StrategyRun):
         elastic.compare_runs()
         self._load_schedule()
         self.enter_training()
-        elastic.enter_alone(membership.present())
+        elastic.join_without_team(membership.present())
         logger.warning(
             "worker %d joins at epoch %d, with workers %s", membership.member, place.epoch, membership.present()
         )

@@ -196,7 +196,7 @@ class UnevenData:
     def _join_round(self) -> bool:
         """Take part in a round of the others. Returns whether any worker had data."""
         if self._run.world.elastic is not None:
-            self._run.world.elastic.round_begins()
+            self._run.world.elastic.note_idle_step()
         return self._run.join_idle()
 
     def _check_rates(self, later: int) -> None:

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ELASTIC_ENGINES",
     "DataPlace",
-    "Elastic",
     "ElasticLimits",
+    "ElasticMember",
     "RepeatableOperation",
     "RepeatedCall",
     "SingleCall",
@@ -245,7 +245,7 @@ class TeamListener(Protocol):
         ...
 
 
-class Elastic:
+class ElasticMember:
     """One member's part in the changing team of its world."""
 
     def __init__(self, connector: TeamConnector, limits: ElasticLimits, first: int, timeout_s: float) -> None:
@@ -455,7 +455,7 @@ class Elastic:
         self.formation.must_leave(self.team)
         self.leave_reason = self.leave_reason or self.formation.leave_request or self.formation.ending
 
-    def change_wanted(self) -> tuple[bool, bool]:
+    def has_pending_change(self) -> tuple[bool, bool]:
         """Whether a newcomer waits, and whether a member of the team was asked to leave. It asks the store."""
         newcomers = self.formation.waiting(self.team, self._place)
         return bool(newcomers), bool(self.formation.must_leave(self.team))
@@ -550,7 +550,7 @@ class Elastic:
             self._newcomer_seen = False
         self._report_progress(world, step)
 
-    def round_begins(self) -> None:
+    def note_idle_step(self) -> None:
         """This member has no more data, and takes part in a step for which the others have read a batch."""
         self._batch_team = self._reader_team
 
@@ -670,7 +670,7 @@ class Elastic:
                 except (PeerLostError, ProtocolError) as error:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                     self._abort(world)
-                    self._be_alone(world)
+                    self._reset_to_single(world)
                     team = self.formation.wait_again(team, lambda: self._has_passed(place), self._prepare_newcomer)
         finally:
             self._inside = False
@@ -704,12 +704,12 @@ class Elastic:
                 candidate.start(0, len(self.communicators), self.introduce)
         return self._preparation is not None and self._preparation.ready
 
-    def enter_alone(self, workers: list[int]) -> None:
+    def join_without_team(self, workers: list[int]) -> None:
         """In a newcomer to an asynchronous run: take part in training, but in no team. `workers` are those present."""
         self.joining = False
         self.formation.announce(workers)
 
-    def _be_alone(self, world: World) -> None:
+    def _reset_to_single(self, world: World) -> None:
         """In a newcomer whose team could not be connected: its collectives are its own again until it enters."""
         size, runtime, timeout = world.size, self.connector.runtime, world.transport.timeout
         world.rebind(SingleTransport(runtime, timeout), Introduction((world.host,), 1))

@@ -472,7 +472,7 @@ class PairwiseRun(AsynchronousRun):
                 "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
             )
         model, optimizer, world = self.model, self.optimizer, self.world
-        self.graph = build_graph(self.strategy.graph, self.usual_workers)
+        self.graph = build_graph(self.strategy.graph, self.initial_workers)
         self._team_graph: tuple[tuple[int, ...], Graph] = ((), self.graph)
         """In an elastic job: the present workers, and their graph."""
         self._names = trained(model)
@@ -512,7 +512,7 @@ class PairwiseRun(AsynchronousRun):
         self.peers = PairwisePeers(channel, state, self.snapshot.numel(), self.stats, membership.present())
         self.peers.on_joined = membership.refresh
         membership.on_read = self._follow_membership
-        self._channel.on_refresh = self.refresh_roll
+        self._channel.on_refresh = self.refresh_membership
         self._channel.report_steps(0)  # from now on the membership log is read in the background
 
     @property

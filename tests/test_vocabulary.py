@@ -43,6 +43,10 @@ CLASSES = frozenset(
         "Hub",
         "Exchange",
         "Gradients",
+        "Roll",
+        "WorkerRoll",
+        "PartsRun",
+        "Watch",
     ]
 )
 """Class names that say nothing to a reader from this field."""
@@ -81,16 +85,22 @@ MODULES = frozenset(
         "crank",
         "waiting_room",
         "catalog",
+        "parts_run",
     ]
 )
 """Module names that do not say what is inside."""
 FUNCTIONS = frozenset(
-    ["take_off", "land", "mourn", "hear", "meet", "met", "see_to_state", "weigh", "empty_round", "work_for"]
+    [
+        *("take_off", "land", "mourn", "hear", "meet", "met", "see_to_state", "weigh", "empty_round", "work_for"),
+        *("more", "take_over", "surroundings", "terminable", "deal", "deal_again"),
+    ]
 )
 """Function and method names that do not say what is done."""
 PHRASES = (
     *("of agreeing", "of one's own", "engines that exist", "talk seldom", "Mend it", "mend it"),
     *("is told of", "are told of", "look again", "who does not answer"),
+    *("dealt again", "dealt to", "are dealt", "deals them", "deals with", "nobody stays", "comes near it"),
+    *("reduced apart", "takes the same way", "go the same ways", "what nobody", "who computes what"),
 )
 """Phrases that a reader has to read twice."""
 VAGUE = re.compile(

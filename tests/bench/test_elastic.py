@@ -161,16 +161,16 @@ def test_journals_on_disk_are_read_to_the_last_whole_line(tmp_path: Path) -> Non
     assert (found[1].steps, found[1].clocks, found[1].applied) == ([3, 4], [3, 4], [5, 7])
     assert (found[0].refused, found[0].joined) == ("no", True)
     processes = ProcessTable(os.getpid(), tmp_path)
-    processes.note()
+    processes.update()
     assert (processes.workers(), processes.trained(), processes.last_step()) == ({0: 7, 1: 7}, {1: 7}, 4)
     assert processes.place_of(1) == 3
 
 
 def test_a_process_that_uses_the_id_of_an_earlier_one_is_another(tmp_path: Path) -> None:
     processes = ProcessTable(os.getpid(), tmp_path)
-    processes.note()
+    processes.update()
     assert processes.lives(os.getpid())
-    processes.seen[os.getpid()] = "1"  # the start time of the earlier process
+    processes.start_times[os.getpid()] = "1"  # the start time of the earlier process
     assert not processes.lives(os.getpid())
 
 

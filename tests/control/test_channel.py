@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 import syncline as sl
-from syncline.control import ControlBarrier, ControlChannel, MemoryStore, Post, WorkerRoll
+from syncline.control import ControlBarrier, ControlChannel, MemoryStore, Post, WorkerMembership
 from syncline.control.channel import MAX_POST_VALUES, MAX_POSTS
 from syncline.errors import IncompatibleError, PeerLostError, SpecError, UnsupportedError
 from syncline.runtime import RealRuntime, Runtime
@@ -244,14 +244,14 @@ class Connector:
         """Nothing is open."""
 
 
-def roll_of(connector: Connector, member: int, launched: int = 2) -> WorkerRoll:
+def membership_of(connector: Connector, member: int, launched: int = 2) -> WorkerMembership:
     channel = ControlChannel(connector.store, connector.runtime, "test", launched, member)
-    return WorkerRoll(channel, connector, member, launched, 0.0)
+    return WorkerMembership(channel, connector, member, launched, 0.0)
 
 
 def test_a_newcomer_takes_part_in_the_next_barrier() -> None:
     connector = Connector()
-    first, newcomer = roll_of(connector, 0), roll_of(connector, 4)
+    first, newcomer = membership_of(connector, 0), membership_of(connector, 4)
     connector.losses[1] = "killed"
     assert newcomer.join(0)
     with pytest.raises(PeerLostError, match=r"for workers \[4\] to go on"):
@@ -263,7 +263,7 @@ def test_a_newcomer_takes_part_in_the_next_barrier() -> None:
 
 def test_a_newcomer_cannot_join_a_barrier_that_was_passed() -> None:
     connector = Connector()
-    first, newcomer = roll_of(connector, 0, 1), roll_of(connector, 4, 1)
+    first, newcomer = membership_of(connector, 0, 1), membership_of(connector, 4, 1)
     first.wait("go on")
     assert not newcomer.join(0)
     assert newcomer.join(1)
@@ -271,12 +271,12 @@ def test_a_newcomer_cannot_join_a_barrier_that_was_passed() -> None:
     with pytest.raises(PeerLostError, match="declared lost"):
         newcomer.wait("go on")
     first.close()
-    assert not roll_of(connector, 5, 1).join(1), "the job has ended"
+    assert not membership_of(connector, 5, 1).join(1), "the job has ended"
 
 
 def test_workers_agree_on_what_all_of_them_hold() -> None:
     connector = Connector()
-    first, second, third = (roll_of(connector, member, 3) for member in range(3))
+    first, second, third = (membership_of(connector, member, 3) for member in range(3))
     with pytest.raises(PeerLostError, match=r"for workers \[1, 2\] to go on"):
         first.agree("go on", [0, 1, 2])
     with pytest.raises(PeerLostError, match=r"for workers \[1\] to go on"):
@@ -287,7 +287,7 @@ def test_workers_agree_on_what_all_of_them_hold() -> None:
 
 def test_workers_exchange_texts_at_a_barrier() -> None:
     connector = Connector()
-    first, second = roll_of(connector, 0), roll_of(connector, 1)
+    first, second = membership_of(connector, 0), membership_of(connector, 1)
     for number in range(3):
         with pytest.raises(PeerLostError, match=r"for workers \[1\] to save"):
             first.exchange("save", f"first {number}")
@@ -299,7 +299,7 @@ def test_workers_exchange_texts_at_a_barrier() -> None:
 def test_workers_that_end_the_job_are_waited_for_by_nobody() -> None:
     """Worker 0 saves the last checkpoint, worker 1 is at a barrier before, and worker 2 has closed its run."""
     connector = Connector()
-    first, second, third = (roll_of(connector, member, 3) for member in range(3))
+    first, second, third = (membership_of(connector, member, 3) for member in range(3))
     first.end()
     with pytest.raises(PeerLostError, match=r"for workers \[1, 2\] to save"):
         first.exchange("save", "first")
@@ -316,7 +316,7 @@ def test_workers_that_end_the_job_are_waited_for_by_nobody() -> None:
 
 def test_one_of_the_workers_that_leave_is_the_last() -> None:
     connector = Connector()
-    first, second, third = (roll_of(connector, member, 3) for member in range(3))
+    first, second, third = (membership_of(connector, member, 3) for member in range(3))
     connector.losses[0] = "killed"
     second.leave()
     assert not second.left_last()

@@ -56,7 +56,7 @@ def test_batches_of_lost_workers_are_claimed_again() -> None:
                 claims[member].refresh()
             else:
                 try:
-                    more = claims[member].more()
+                    more = claims[member].wait_for_more()
                 except PeerLostError:  # others hold batches, and are not lost yet
                     more = True
                 takes[member] = claims[member].take()
@@ -126,7 +126,7 @@ def test_no_worker_passes_an_epoch_in_which_the_job_ends() -> None:
     assert list(second.take()) == []
     assert second.is_stopped
     with pytest.raises(PeerLostError):  # it waits, here for no time, although all that was claimed is trained
-        second.more()
+        second.wait_for_more()
 
 
 def test_the_job_does_not_end_in_an_epoch_that_is_over() -> None:
@@ -136,7 +136,7 @@ def test_the_job_does_not_end_in_an_epoch_that_is_over() -> None:
     second.trained(1.0)
     assert not second.stop()
     assert not first.stop()
-    assert not first.more()
+    assert not first.wait_for_more()
 
 
 def test_other_data_and_a_lost_worker_are_refused() -> None:

@@ -376,7 +376,7 @@ def test_refusals() -> None:
         reader.regroup(2, 2)
     batches = iter(reader)
     next(batches)
-    with pytest.raises(SpecError, match=r"lost=\(2,\): the current batch was dealt to 2 ranks"):
+    with pytest.raises(SpecError, match=r"lost=\(2,\): the current batch was distributed over 2 ranks"):
         reader.regroup(0, 1, (2,))
     with pytest.raises(IncompatibleError, match="8 samples cannot be split over 9 workers"):
         reader.regroup(0, 9)

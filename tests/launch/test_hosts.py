@@ -47,7 +47,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("a b:2", None, "is not a host"),
         ("a:0", None, "a would take 0 ranks"),
         ("a:1,a:1", None, "a is named 2 times"),
-        ("a,b", 3, "3 ranks cannot be dealt evenly to 2 hosts"),
+        ("a,b", 3, "3 ranks cannot be divided evenly among 2 hosts"),
         ("a:2,b:2", 3, "-n 3 but --hosts a:2,b:2 takes 4 ranks"),
     ],
 )

@@ -194,8 +194,8 @@ def simulated(case: Case) -> tuple[Simulation, Journal]:
         """Nobody averages with a newcomer before it takes part: what it has now is what it adds to the sum."""
         prepare(run)
         assert run.peers is not None
-        assert run.roll is not None
-        journal.begun[run.roll.member] = run.peers.weights.clone().view(case.samples, 2)
+        assert run.membership is not None
+        journal.begun[run.membership.member] = run.peers.weights.clone().view(case.samples, 2)
 
     with mock.patch.object(PairwiseRun, "prepare_to_join", prepare_and_note):
         found = sl.simulate(

@@ -175,7 +175,7 @@ def test_who_hears_must_not_wait(here: Here) -> None:
     Ear(here, wait)
     here.ranks[1].send_bytes((word(0),), 0, TAG)
     until(lambda: bool(errors), "it is refused")
-    assert "while it deals with a message" in errors[0]
+    assert "while it handles a message" in errors[0]
 
 
 def test_nobody_listens_any_more(here: Here) -> None:

@@ -68,7 +68,7 @@ __all__ = ["ParallelBenchPlan", "measure", "parallel_table", "read_model"]
 
 DTENSOR = "DTensor"
 MAX_DIFFERENCE = 1e-3
-"""Of the weights, relative to the distance that they have moved. Rounding makes some 1e-6 a step."""
+"""The largest accepted difference of weights, relative to how far training moved them. Rounding: about 1e-6 a step."""
 HEAD_WIDTH = 64
 """The width of an attention head of `blocks`."""
 SEQUENCE = 64
@@ -265,15 +265,15 @@ class _Comparison:
         """Measure; return the document."""
         plan = self.plan
         for number in range(WARM_UP_STEPS):
-            self._turn(number)
+            self._run_turn(number)
         for own in self.times.values():
             own.clear()
         before = {name: each.sent_bytes for name, each in self.contenders.items()}
         turns = plan.repeats * plan.turns
         for number in range(turns):
-            self._turn(WARM_UP_STEPS + number)
+            self._run_turn(WARM_UP_STEPS + number)
             if (number + 1) % plan.turns == 0:
-                self._say(f"repeat {(number + 1) // plan.turns} of {plan.repeats}")
+                self._report(f"repeat {(number + 1) // plan.turns} of {plan.repeats}")
         channel = self.signals.channel
         self.times = {name: over_ranks(channel, own, "max") for name, own in self.times.items()}
         sent = {name: (each.sent_bytes - before[name]) / turns for name, each in self.contenders.items()}
@@ -290,12 +290,12 @@ class _Comparison:
             "results": rows,
         }
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self.world.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
     def _measure_costs(self) -> PipelineCosts:
-        self._say("profiling the model")
+        self._report("profiling the model")
         barrier(self.signals.channel)
         share = self.plan.batch // self.world.size
         batch = self.bench_model.batch(torch.Generator().manual_seed(0))
@@ -304,7 +304,7 @@ class _Comparison:
                 copy.deepcopy(self.first), batch, loss_of, make_optimizer, micro_batch=share, share=share, splits=False
             )
         )
-        return PipelineCosts.mean(self._from_all(own))
+        return PipelineCosts.mean(self._gather_values(own))
 
     def _weird_tricks(self) -> dict[str, WeirdTrick]:
         """The plans that are one weird trick over all workers: their times are predicted."""
@@ -324,7 +324,7 @@ class _Comparison:
     def _head_divisions(self, spec: WeirdTrick, model: nn.Module) -> list[HeadDivision]:
         return [each for each in spec.divisions(model, self.world.size) if isinstance(each, HeadDivision)]
 
-    def _from_all(self, value: Any) -> list[Any]:
+    def _gather_values(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
         return [broadcast_object(value, rank, group=self.signals) for rank in range(self.world.size)]
 
@@ -338,7 +338,7 @@ class _Comparison:
             return DTensorContender(name, self.world, model)
         return DividedContender(name, self.world, model)
 
-    def _turn(self, number: int) -> None:
+    def _run_turn(self, number: int) -> None:
         """One step of every contender."""
         batch, now = self.bench_model.batch(torch.Generator().manual_seed(number)), self.world.runtime.now
         for name in sorted(self.contenders, key=lambda name: random.Random(f"{number} {name}").random()):
@@ -356,8 +356,8 @@ class _Comparison:
             "time": asdict(summarize(own)),
             "speedup": asdict(ratios(self.times[DATA_PARALLEL], own)),
             "to_dtensor": asdict(ratios(own, self.times[DTENSOR])) if DTENSOR in self.times else None,
-            "sent_bytes": None if name == DTENSOR else self._from_all(sent),
-            "parameter_bytes": self._from_all(self.memory[name]),
+            "sent_bytes": None if name == DTENSOR else self._gather_values(sent),
+            "parameter_bytes": self._gather_values(self.memory[name]),
             "predicted": self._predict(name),
         }
 
@@ -382,7 +382,7 @@ class _Comparison:
         return {"step_s": found.step_s, "sent_bytes": float(found.bytes)}
 
     def _differences(self) -> list[float]:
-        """How far the weights of each contender are from those of one process, as a share of their way."""
+        """The distance of each contender's weights from those of one process, relative to how far they have moved."""
         for contender in self.contenders.values():
             contender.close()
         alone = list(self.contenders[ONE_PROCESS].model.parameters())

@@ -137,7 +137,7 @@ class _PipelineRecord:
     busy_s: list[float] = field(default_factory=list)
     spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
     """For each turn, the actions with their start and end. Zero is when the step began on this rank."""
-    began_s: list[float] = field(default_factory=list)
+    start_times_s: list[float] = field(default_factory=list)
     """For each turn, the time of the step's beginning on this rank's clock."""
 
 
@@ -161,18 +161,18 @@ class _Comparison:
         plan = self.plan
         warm_up = SIMULATED_WARM_UP if self.simulated else WARM_UP_STEPS
         for number in range(warm_up):
-            self._turn(number)
-        self._forget()
+            self._run_turn(number)
+        self._discard_warm_up()
         before = {name: each.sent_bytes for name, each in self.contenders.items()}
         turns = plan.repeats * plan.turns
         for number in range(turns):
-            self._turn(warm_up + number)
+            self._run_turn(warm_up + number)
             if (number + 1) % plan.turns == 0:
-                self._say(f"repeat {(number + 1) // plan.turns} of {plan.repeats}")
+                self._report(f"repeat {(number + 1) // plan.turns} of {plan.repeats}")
         channel = self.signals.channel
         self.times = {name: over_ranks(channel, own, "max") for name, own in self.times.items()}
         sent = {name: (each.sent_bytes - before[name]) / turns for name, each in self.contenders.items()}
-        rows = [self._row(name, self._from_all(sent[name])) for name in self.contenders]
+        rows = [self._row(name, self._gather_values(sent[name])) for name in self.contenders]
         for row, difference in zip(rows, self._differences(), strict=True):
             row["difference"] = difference
         return {
@@ -186,7 +186,7 @@ class _Comparison:
             "results": rows,
         }
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self.world.rank == 0 and not self.simulated:
             print(text, file=sys.stderr, flush=True)
 
@@ -197,12 +197,12 @@ class _Comparison:
         return known or calibrate(self.world.everyone.channel).network()
 
     def _measure_costs(self) -> PipelineCosts:
-        self._say("profiling the model")
+        self._report("profiling the model")
         barrier(self.signals.channel)
         own = asdict(_profile(self.plan, self.world.size))
-        return PipelineCosts.mean(self._from_all(own))
+        return PipelineCosts.mean(self._gather_values(own))
 
-    def _from_all(self, value: Any) -> list[Any]:
+    def _gather_values(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
         return [broadcast_object(value, rank, group=self.signals) for rank in range(self.world.size)]
 
@@ -247,7 +247,7 @@ class _Comparison:
 
     # Steps.
 
-    def _turn(self, number: int) -> None:
+    def _run_turn(self, number: int) -> None:
         """One step of every contender."""
         batch, now = _batch(self.plan, number), self.world.runtime.now
         for name in sorted(self.contenders, key=lambda name: random.Random(f"{number} {name}").random()):
@@ -261,18 +261,18 @@ class _Comparison:
 
     def _note_spans(self, record: _PipelineRecord, contender: ScheduleContender, start: float) -> None:
         spans = [span for span in contender.take_spans() if span.action.kind in "FBIW"]
-        record.began_s.append(start)
+        record.start_times_s.append(start)
         record.costs_s.append(spans[-1].end - spans[0].start if spans else 0.0)
         record.busy_s.append(sum(span.end - span.start for span in spans))
         every = contender.take_spans()
         record.spans.append([(str(span.action), span.start - start, span.end - start) for span in every])
 
-    def _forget(self) -> None:
-        """What was measured until now was the warm-up."""
+    def _discard_warm_up(self) -> None:
+        """Discard all measurements so far: they were the warm-up."""
         for own in self.times.values():
             own.clear()
         for record in self.records.values():
-            for kept in (record.costs_s, record.busy_s, record.spans, record.began_s):
+            for kept in (record.costs_s, record.busy_s, record.spans, record.start_times_s):
                 kept.clear()
 
     # Afterwards.
@@ -322,15 +322,15 @@ class _Comparison:
             },
             "bubbles": bubbles,
             "bubble": asdict(summarize(bubbles)),
-            "peak_activations": self._from_all(contender.run.peak_activations),
+            "peak_activations": self._gather_values(contender.run.peak_activations),
             "actions": self._actions(record, middle),
         }
 
     def _actions(self, record: _PipelineRecord, turn: int) -> list[list[Any]]:
         """The actions of all ranks in a turn. On one machine all ranks have one clock, else the barrier is zero."""
         one_clock = self.simulated or len(set(self.world.hosts)) == 1 or bool(os.environ.get("SYNCLINE_LAB"))
-        began = self._from_all(record.began_s[turn])
-        spans = self._from_all([list(span) for span in record.spans[turn]])
+        began = self._gather_values(record.start_times_s[turn])
+        spans = self._gather_values([list(span) for span in record.spans[turn]])
         shift = [each - min(began) if one_clock else 0.0 for each in began]
         return [
             [rank, action, start + shift[rank], end + shift[rank]]
@@ -339,7 +339,7 @@ class _Comparison:
         ]
 
     def _differences(self) -> list[float | None]:
-        """How far the weights of each contender are from those of one process, as a share of their way.
+        """The distance of each contender's weights from those of one process, relative to how far they have moved.
 
         None for a schedule that computes something else: it updates the weights after each micro-batch.
         """

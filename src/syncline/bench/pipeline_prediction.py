@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 WARM_UP, REPEATS = 2, 7
-"""Of measurements of the whole model. The first step makes the gradients, or the state of the optimizer."""
+"""Steps of a measurement of the whole model. The first step creates the gradients, or the state of the optimizer."""
 STEADY_STEPS = 2
 """Steps after which a pipeline that is never emptied repeats itself."""
 

@@ -15,7 +15,7 @@ from syncline.parallel.schedules import Action
 __all__ = ["gantt", "pipeline_table"]
 
 MAX_DIFFERENCE = 1e-3
-"""Of the weights, relative to the distance that they have moved. Rounding makes some 1e-6 a step."""
+"""The largest accepted difference of weights, relative to how far training moved them. Rounding: about 1e-6 a step."""
 
 
 def pipeline_table(document: dict[str, Any]) -> str:

@@ -102,7 +102,7 @@ class Participants:
             return participants
         world, runs = participants.world, [value for value in objects.values() if isinstance(value, AsynchronousRun)]
         in_training = [] if world is None else [run for run in world.runs if isinstance(run, AsynchronousRun)]
-        elastic = next((run for run in in_training if run.roll is not None), None)
+        elastic = next((run for run in in_training if run.membership is not None), None)
         if elastic is not None:  # newcomers are in no team of the world
             participants._agreement = ElasticAgreement(elastic)
         elif world is not None and world.size > 1 and runs:
@@ -375,8 +375,8 @@ class ElasticAgreement:
     @property
     def rank(self) -> int:
         """This worker's rank among those that save."""
-        assert self._run.roll is not None
-        return self.members.index(self._run.roll.member)
+        assert self._run.membership is not None
+        return self.members.index(self._run.membership.member)
 
     def assemble(self, step: int) -> int:
         """Wait until every worker that is present is ready to save. Returns the largest step."""

@@ -11,7 +11,7 @@ examples:
 
 The ranks measure the network and profile the model, and a player predicts each schedule from both. The table has step
 times, bubbles and live activations, predicted and measured, bytes, and beside them one process without a pipeline and
-data parallelism. pipeline.svg shows who computes what when.
+data parallelism. pipeline.svg shows when each rank computes which micro-batch.
 """
 
 from __future__ import annotations

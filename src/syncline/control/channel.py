@@ -36,7 +36,7 @@ from syncline.runtime import Event, Runtime, Task
 from syncline.transports import TeamConnector, Transport
 from syncline.transports.key_value_store import KeyValueStore
 
-__all__ = ["ControlBarrier", "ControlChannel", "Post", "WorkerRoll", "poll"]
+__all__ = ["ControlBarrier", "ControlChannel", "Post", "WorkerMembership", "poll"]
 
 logger = logging.getLogger("syncline")
 
@@ -117,12 +117,12 @@ class ControlChannel:
         self._key = f"control/{name}/{self.number}"
         self._log = ControlLog(store, runtime.now, f"{self._key}/log", MAX_POSTS)
         self._posts: deque[Post] = deque(maxlen=MAX_POSTS)
-        self.roll_log = ControlLog(store, runtime.now, f"{self._key}/workers")
-        """The log of the workers of an elastic job, which `WorkerRoll` reads."""
+        self.membership_log = ControlLog(store, runtime.now, f"{self._key}/workers")
+        """The log of the workers of an elastic job, which `WorkerMembership` reads."""
         self.on_refresh: Callable[[], None] = lambda: None
         """Called by the task, at the end of each step and at intervals."""
         self.members: Sequence[int] = range(workers)
-        """The numbers of the workers. In an elastic job `WorkerRoll` adds those that join."""
+        """The numbers of the workers. In an elastic job `WorkerMembership` adds those that join."""
         self._steps = self._published = 0
         self._stop = self.closed = False
         self._finished: set[int | None] = set()
@@ -231,18 +231,18 @@ class ControlChannel:
             found = self._store.check([f"{self._key}/{key}"])
             return self._store.get(f"{self._key}/{key}").decode() if found else None
 
-    def append_to_roll(self, kind: str, only_next: bool = False, **fields: object) -> bool:
+    def append_to_membership_log(self, kind: str, only_next: bool = False, **fields: object) -> bool:
         """Append to the log of the workers; with `only_next`, only if all other entries were read."""
         with self._reached():
             if only_next:
-                return self.roll_log.append_next(kind, **fields)
-            self.roll_log.append(kind, **fields)
+                return self.membership_log.append_next(kind, **fields)
+            self.membership_log.append(kind, **fields)
             return True
 
-    def read_roll(self) -> list[LogEntry]:
+    def read_membership_log(self) -> list[LogEntry]:
         """The new entries of the log of the workers."""
         with self._reached():
-            return self.roll_log.read()
+            return self.membership_log.read()
 
     # Below: the caller holds the lock.
 
@@ -422,17 +422,18 @@ class ControlBarrier:
             )
 
 
-class WorkerRoll:
+class WorkerMembership:
     """The workers of an asynchronous elastic job, and the barrier among those that are present.
 
-    A log that all see alike has the workers that join, and their arrivals at the barrier. A barrier is passed by an
-    entry that follows right after the entries on which it was decided. So all agree on who takes part in it::
+    A log has the workers that join, and their arrivals at the barrier, in the same order for all workers. An entry
+    "passed" ends a barrier. It is only appended right after the last entry that its writer has read, so all workers
+    agree which workers take part::
 
-        joined 4 · arrived 0 · arrived 4 · passed 1 · arrived 2 …        worker 1 is lost: nobody waits for it
+        joined 4 · arrived 0 · arrived 4 · passed 1 · arrived 2 …        worker 1 is lost: no worker waits for it
 
-    A newcomer joins before a barrier that is not passed yet. An entry that comes too late counts for nothing. Nobody
-    waits for a worker that has left by itself. Arrivals may name what the workers hold. The entry that passes the
-    barrier then names what all of them hold (`agree`), and who took part (`exchange`).
+    A newcomer joins before a barrier that is not passed yet; a later entry is ignored. The others do not wait for a
+    worker that has left by itself. An arrival may contain numbers that its worker offers. The entry "passed" has the
+    numbers that all offer (`agree`), and the workers that took part (`exchange`).
     """
 
     JOINED, ARRIVED, PASSED, CLOSED, ENDED, LEFT = "joined", "arrived", "passed", "closed", "ended", "left"
@@ -463,16 +464,16 @@ class WorkerRoll:
         self._arrivals = dict.fromkeys(range(launched), 0)
         """By worker: how often it has called `wait`."""
         self._passed = 0
-        self._held: dict[int, set[int]] = {}
-        """By worker: what its latest arrival names."""
-        self._agreed: list[int] = []
-        """What the latest barrier names."""
-        self.took_part: list[int] = [member]
-        """The workers that have passed the latest barrier."""
+        self._offered: dict[int, set[int]] = {}
+        """By worker: the numbers in its latest arrival."""
+        self._common: list[int] = []
+        """The numbers that all workers offered at the latest barrier."""
+        self.participants: list[int] = [member]
+        """The workers that took part in the latest barrier."""
         self.workers = len(set(range(launched)) - connector.lost().keys())
         """The number of workers that are neither lost nor have left, when the log was last read."""
         self._closed: set[int] = set()
-        self._left: dict[int, None] = {}
+        self._departed: dict[int, None] = {}
         """The workers that have left, in their order."""
 
     def lost(self) -> Mapping[int, str]:
@@ -490,7 +491,7 @@ class WorkerRoll:
 
     def present(self) -> list[int]:
         """The workers that are not lost, and have neither left nor closed their runs, as far as this process knows."""
-        gone = {*self._lost(), *self._closed, *self._left}
+        gone = {*self._lost(), *self._closed, *self._departed}
         return [each for each in sorted(self._arrivals) if each not in gone]
 
     def alive(self) -> list[int]:
@@ -499,12 +500,12 @@ class WorkerRoll:
         Raises a `PeerLostError` if this worker was declared lost.
         """
         self.raise_if_declared_lost("waits for the other workers")
-        gone = {*self._lost(), *self._left}
+        gone = {*self._lost(), *self._departed}
         return [each for each in sorted(self._arrivals) if each not in gone]
 
     def join(self, number: int) -> bool:
         """In a newcomer: take part from the barrier after `number` on. Returns False if the others have passed it."""
-        self._channel.append_to_roll(self.JOINED, member=self.member, number=number)
+        self._channel.append_to_membership_log(self.JOINED, member=self.member, number=number)
         self.refresh()
         self.number = number
         return self.member in self._arrivals
@@ -513,86 +514,86 @@ class WorkerRoll:
         """Return when every worker that is present has called it as often as this one. `what` is for messages."""
         self.agree(what, ())
 
-    def agree(self, what: str, held: Iterable[int]) -> list[int]:
-        """As `wait`. Returns those of the held numbers that all workers hold, the same list on all of them."""
-        if self.member in self._left:  # nobody waits for this worker, and it waits for nobody
-            self.took_part = [self.member]
-            return sorted(held)
+    def agree(self, what: str, numbers: Iterable[int]) -> list[int]:
+        """As `wait`. Returns the numbers that all workers have passed, the same list on all of them."""
+        if self.member in self._departed:  # no worker waits for this one, and it waits for none
+            self.participants = [self.member]
+            return sorted(numbers)
         self.number += 1
         number = self.number
-        self._channel.append_to_roll(self.ARRIVED, member=self.member, number=number, held=sorted(held))
+        self._channel.append_to_membership_log(self.ARRIVED, member=self.member, number=number, held=sorted(numbers))
         self._wait(
             what,
             lambda: self._passed >= number,
             lambda member: self._arrivals[member] >= number,
-            lambda present: self._channel.append_to_roll(
+            lambda present: self._channel.append_to_membership_log(
                 self.PASSED,
                 only_next=True,
                 number=number,
-                held=sorted(set.intersection(*(self._held[each] for each in present))),
+                held=sorted(set.intersection(*(self._offered[each] for each in present))),
                 present=list(present),
             ),
         )
-        return self._agreed
+        return self._common
 
     def exchange(self, what: str, text: str) -> dict[int, str]:
         """As `wait`. Returns the texts of all workers that call this for the same barrier, the same on all of them."""
-        if self.member in self._left:
-            self.took_part = [self.member]
+        if self.member in self._departed:
+            self.participants = [self.member]
             return {self.member: text}
         number = self.number + 1
         # A worker writes the next but one when all have read this one.
         key = f"texts/{number % 2 + 2 * (number > LAST_BARRIERS)}"
         self._channel.set_value(f"{key}/{self.member}", json.dumps([number, text]))
         self.wait(what)
-        found = {each: self._channel.value(f"{key}/{each}") for each in self.took_part}
+        found = {each: self._channel.value(f"{key}/{each}") for each in self.participants}
         texts = {each: json.loads(value) for each, value in found.items() if value is not None}
         return {each: theirs for each, (of, theirs) in texts.items() if of == number}
 
     def end(self) -> None:
-        """The job ends: this worker waits only for others that call this too, and nobody waits for it before."""
+        """The job ends: wait only for workers that call this too. Earlier barriers do not wait for this one."""
         self.number = max(self.number, LAST_BARRIERS)
 
     def close(self) -> None:
         """Return when every worker that is present has called it: no worker takes steps any more."""
-        self._channel.append_to_roll(self.CLOSED, member=self.member)
+        self._channel.append_to_membership_log(self.CLOSED, member=self.member)
         self._wait(
             "close their runs",
             lambda: self.ended,
             lambda member: member in self._closed,
-            lambda present: self._channel.append_to_roll(self.ENDED, only_next=True),
+            lambda present: self._channel.append_to_membership_log(self.ENDED, only_next=True),
         )
 
     def leave(self) -> None:
         """This worker leaves: the others do not wait for it any more."""
-        self._channel.append_to_roll(self.LEFT, member=self.member)
+        self._channel.append_to_membership_log(self.LEFT, member=self.member)
         self.refresh()
 
     def left_last(self) -> bool:
-        """Whether this worker has left when all others had, or were lost. It is True on one worker at most."""
-        return self.workers == 0 and [*self._left][-1:] == [self.member]
+        """Whether this worker has left after all others had left, or were lost. It is True on one worker at most."""
+        return self.workers == 0 and [*self._departed][-1:] == [self.member]
 
     def refresh(self) -> None:
         """Read the log."""
         with self._lock:
-            for entry in self._channel.read_roll():
+            for entry in self._channel.read_membership_log():
                 member, number = int(entry.fields.get("member", -1)), int(entry.fields.get("number", 0))
                 if entry.kind == self.JOINED and self._passed <= number and not self.ended:
                     self._arrivals[member] = number
                 elif entry.kind == self.ARRIVED and member in self._arrivals:
                     self._arrivals[member] = max(self._arrivals[member], number)
-                    self._held[member] = set(entry.fields["held"])
+                    self._offered[member] = set(entry.fields["held"])
                 elif entry.kind == self.PASSED and number > self._passed:
-                    self._passed, self._agreed = number, list(entry.fields["held"])
-                    self.took_part = list(entry.fields["present"])
+                    self._passed, self._common = number, list(entry.fields["held"])
+                    self.participants = list(entry.fields["present"])
                 elif entry.kind == self.CLOSED:
                     self._closed.add(member)
                 elif entry.kind == self.LEFT:
-                    self._left.setdefault(member)
+                    self._departed.setdefault(member)
                 elif entry.kind == self.ENDED:
                     self.ended = True
             self._channel.members = sorted(self._arrivals)
-            self.workers = len(self._arrivals.keys() - self._lost().keys() - self._left.keys())
+            self.workers = len(self._arrivals.keys() - self._lost().keys() - self._departed.keys())
         self._follow(self._channel.members)
         self.on_read()
 
@@ -613,7 +614,7 @@ class WorkerRoll:
             if done():
                 return
             self.raise_if_declared_lost(f"waits for all workers to {what}")
-            gone = {*self._lost(), *self._left, *(self._closed if self.number > LAST_BARRIERS else ())}
+            gone = {*self._lost(), *self._departed, *(self._closed if self.number > LAST_BARRIERS else ())}
             with self._lock:  # no other task reads entries between the two
                 present = [each for each in sorted(self._arrivals) if each not in gone]
                 missing = [each for each in present if not arrived(each)]
@@ -626,7 +627,7 @@ class WorkerRoll:
                     f"worker {self.member} waits for all workers to {what}, and worker {closed[0]} has closed its run: "
                     "every worker must make this call, as often as the others"
                 )
-            entries = sum(self._arrivals.values()) + len(self._closed) + len(self._left)
+            entries = sum(self._arrivals.values()) + len(self._closed) + len(self._departed)
             now = (entries, self._channel.steps())
             if now != progress:
                 since, progress = self._runtime.now(), now

@@ -77,7 +77,7 @@ class Team:
 
     @property
     def ends(self) -> bool:
-        """Whether all its members save a checkpoint and leave: the launcher ends the job, or nobody stays."""
+        """Whether all its members save a checkpoint and leave: the launcher ends the job, or all members leave."""
         found = [arrival for arrival in self.arrivals.values() if arrival.operations >= 0]
         return any(arrival.ends for arrival in found) or (bool(found) and all(arrival.leaves for arrival in found))
 

@@ -1,11 +1,11 @@
-"""Which worker reads which batch of an epoch, if each worker has its own pace and workers are lost or join.
+"""Which worker reads which batch of an epoch, if workers do not wait for each other, and are lost or join.
 
-A worker claims the next batches of the epoch's order, and reports those that it has trained. A batch of a lost worker
-that was not reported is claimed by another one. The state of an epoch is one text in the job's store, which changes by
+A worker claims the next batches of the epoch's order, and reports those that it has trained. If a lost worker has not
+reported a batch, another worker claims it. The state of an epoch is one text in the job's store, which changes by
 compare-and-set::
 
-    {"next": 7, "held": {"0": [4], "2": [5, 6]}, "again": [3]}        3 was dealt to worker 1, which is lost
-     └ never claimed from here on   └ claimed, not reported            └ claimed next
+    next_unclaimed 7   claimed {0: [4], 2: [5, 6]}   free [3]        worker 1 had claimed 3, and is lost
+         └ from here on     └ not reported yet            └ claimed first
 
 So each batch is trained at least once, and once more for each loss of a worker that had claimed it. An epoch ends for
 all workers when all its batches are reported. If the job ends before, a worker stops the epoch (`EpochClaims.stop`):
@@ -27,8 +27,8 @@ from syncline.runtime import Runtime
 
 __all__ = ["ClaimStore", "EpochClaims", "EpochState", "Epochs"]
 
-MAX_AHEAD = 64
-"""The most batches that a worker claims ahead."""
+MAX_BATCHES_PER_CLAIM = 64
+"""The most batches that a worker claims at once."""
 POLL_S = (1e-3, 0.05)
 """Seconds between two reads of the store while a worker waits for the others: at first, and at most."""
 
@@ -51,18 +51,18 @@ class EpochState:
     >>> state.claim(0, 2), state.claim(1, 1)
     ([0, 1], [2])
     >>> state.finish(1, [2])
-    >>> state.take_over({0: "killed"})
+    >>> state.free_batches_of({0: "killed"})
     >>> state.claim(1, 4), state.complete
     ([0, 1, 3], False)
     """
 
     batches: int
-    next: int = 0
-    """No batch from here on was claimed."""
-    held: dict[int, list[int]] = field(default_factory=dict)
+    next_unclaimed: int = 0
+    """The first batch that no worker has claimed so far."""
+    claimed: dict[int, list[int]] = field(default_factory=dict)
     """By worker: the batches that it has claimed and not reported."""
-    again: list[int] = field(default_factory=list)
-    """Batches of workers that are lost or have left the epoch."""
+    free: list[int] = field(default_factory=list)
+    """Batches of workers that are lost or have left the epoch: they are claimed first."""
     barriers: int = 0
     """How often the worker that began the epoch had waited for all others before."""
     stopped: bool = False
@@ -70,29 +70,29 @@ class EpochState:
 
     def claim(self, member: int, count: int) -> list[int]:
         """Claim up to `count` batches."""
-        claimed, self.again = self.again[:count], self.again[count:]
-        end = min(self.batches, self.next + count - len(claimed))
-        claimed += range(self.next, end)
-        self.next = end
-        if claimed:
-            self.held[member] = self.held.get(member, []) + claimed
-        return claimed
+        chosen, self.free = self.free[:count], self.free[count:]
+        end = min(self.batches, self.next_unclaimed + count - len(chosen))
+        chosen += range(self.next_unclaimed, end)
+        self.next_unclaimed = end
+        if chosen:
+            self.claimed[member] = self.claimed.get(member, []) + chosen
+        return chosen
 
     def finish(self, member: int, batches: list[int]) -> None:
-        """Report trained batches. Batches that other workers have taken over stay theirs."""
-        left = [batch for batch in self.held.pop(member, []) if batch not in batches]
-        if left:
-            self.held[member] = left
+        """Report trained batches. Batches that other workers have claimed meanwhile stay claimed by them."""
+        unreported = [batch for batch in self.claimed.pop(member, []) if batch not in batches]
+        if unreported:
+            self.claimed[member] = unreported
 
-    def take_over(self, lost: Mapping[int, str]) -> None:
+    def free_batches_of(self, lost: Mapping[int, str]) -> None:
         """Free the batches of lost workers."""
-        for member in [each for each in self.held if each in lost]:
-            self.again = sorted({*self.again, *self.held.pop(member)})
+        for member in [each for each in self.claimed if each in lost]:
+            self.free = sorted({*self.free, *self.claimed.pop(member)})
 
     @property
     def complete(self) -> bool:
         """Whether all batches were reported, before the job was to end."""
-        return not self.stopped and self.next >= self.batches and not self.held and not self.again
+        return not self.stopped and self.next_unclaimed >= self.batches and not self.claimed and not self.free
 
     def stop(self) -> None:
         """The job ends in this epoch, unless all batches were reported."""
@@ -101,15 +101,17 @@ class EpochState:
     @property
     def first_open(self) -> int:
         """The first batch that was not reported."""
-        return min([self.next, *self.again, *(batch for held in self.held.values() for batch in held)])
+        return min(
+            [self.next_unclaimed, *self.free, *(batch for batches in self.claimed.values() for batch in batches)]
+        )
 
     def to_json(self) -> str:
-        return json.dumps([self.batches, self.next, self.held, self.again, self.barriers, self.stopped])
+        return json.dumps([self.batches, self.next_unclaimed, self.claimed, self.free, self.barriers, self.stopped])
 
     @staticmethod
     def from_json(text: str) -> EpochState:
-        batches, following, held, again, *rest = json.loads(text)
-        return EpochState(batches, following, {int(member): each for member, each in held.items()}, again, *rest)
+        batches, following, claimed, free, *rest = json.loads(text)
+        return EpochState(batches, following, {int(member): each for member, each in claimed.items()}, free, *rest)
 
 
 class Epochs:
@@ -134,9 +136,9 @@ class Epochs:
     ) -> None:
         """`steps` counts this worker's steps, and `barriers` how often it has waited for all others.
 
-        `before_epoch` publishes what newcomers need. At the end of an epoch `flush` makes all steps part of what
-        survives the loss of this worker, and `idle` is entered while it waits for others. `stopped` says
-        whether it must end its wait. `waiting` is called again and again meanwhile, and may raise.
+        `before_epoch` publishes what newcomers need. At the end of an epoch `flush` makes sure that no step
+        is lost with this worker, and `idle` is entered while it waits for others. `stopped` says whether it must end
+        its wait. `waiting` is called repeatedly during the wait, and may raise.
         """
         self.before_epoch, self.steps, self.flush = before_epoch, steps, flush
         self.store, self.runtime, self.name, self.member = store, runtime, name, member
@@ -148,7 +150,7 @@ class Epochs:
         return f"data/{self.name}/{visit}/{epoch}"
 
     def find(self, epoch: int, visit: int) -> EpochState | None:
-        """The state of an epoch; None if nobody has begun it."""
+        """The state of an epoch; None if no worker has begun it."""
         text = self.store.value(self.key(epoch, visit))
         return None if text is None else EpochState.from_json(text)
 
@@ -182,102 +184,104 @@ class EpochClaims:
     def __init__(self, epochs: Epochs, key: str, text: str) -> None:
         self._epochs = epochs
         self._key = key
-        self._text = text
+        self._state_json = text
         self._lock = epochs.runtime.lock()
-        self._ready: deque[int] = deque()
-        """Claimed, and not read."""
-        self._trained: list[int] = []
+        self._unread: deque[int] = deque()
+        """Claimed, and not requested from the data."""
+        self._unreported: list[int] = []
         """Trained, and not reported."""
-        self._taken: list[int] = []
+        self._loading: list[int] = []
         """Requested from the data, and not returned to the caller."""
-        self._read: list[tuple[int, int]] = []
+        self._untrained: list[tuple[int, int]] = []
         """Returned to the caller and not trained: the batch, and the step that trains it."""
-        self._ahead = 1
+        self._claim_size = 1
         """The number of batches to claim at once. It grows while this worker has to wait for the store."""
-        self._ran_out = self._left = self._closed = False
+        self._ran_out = self._has_left = self._closed = False
         self.is_stopped = EpochState.from_json(text).stopped
         """Whether the job ends in this epoch, as far as this worker knows."""
 
     @property
     def first_open(self) -> int:
         """The first batch of the epoch that was not reported, as far as this worker knows."""
-        return EpochState.from_json(self._text).first_open
+        return EpochState.from_json(self._state_json).first_open
 
     def take(self) -> Iterator[int]:
         """The batches that this worker reads, until there is none to claim at the moment."""
         while True:
             with self._lock:
-                if not self._ready:
-                    self._ahead = min(2 * self._ahead, MAX_AHEAD) if self._ran_out else self._ahead
+                if not self._unread:
+                    self._claim_size = (
+                        min(2 * self._claim_size, MAX_BATCHES_PER_CLAIM) if self._ran_out else self._claim_size
+                    )
                     self._ran_out = True
-                    self._update(self._ahead)
-                if not self._ready:
+                    self._update(self._claim_size)
+                if not self._unread:
                     return
-                batch = self._ready.popleft()
-                self._taken.append(batch)
+                batch = self._unread.popleft()
+                self._loading.append(batch)
             yield batch
 
     def returned(self, batch: int) -> None:
         """A batch is about to be trained in the next step."""
         with self._lock:
-            self._taken.remove(batch)
-            self._read.append((batch, self._epochs.steps() + 1))
+            self._loading.remove(batch)
+            self._untrained.append((batch, self._epochs.steps() + 1))
 
     def trained(self, steps: float) -> None:
-        """The first `steps` steps of this worker have become part of what survives its loss."""
+        """The first `steps` steps of this worker are no longer lost if this worker is."""
         with self._lock:
-            self._trained += [batch for batch, step in self._read if step <= steps]
-            self._read = [(batch, step) for batch, step in self._read if step > steps]
+            self._unreported += [batch for batch, step in self._untrained if step <= steps]
+            self._untrained = [(batch, step) for batch, step in self._untrained if step > steps]
 
     def refresh(self) -> None:
         """In a background task: report what was trained, and claim before this worker runs out."""
         with self._lock:
             if self._closed:
                 return
-            if self._left:
+            if self._has_left:
                 self._closed = True
-                self._update(0, [*self._ready, *self._taken, *(batch for batch, _ in self._read)])
-                self._ready.clear()
-            elif self._trained or 2 * len(self._ready) <= self._ahead:
-                self._update(self._ahead - len(self._ready))
+                self._update(0, [*self._unread, *self._loading, *(batch for batch, _ in self._untrained)])
+                self._unread.clear()
+            elif self._unreported or 2 * len(self._unread) <= self._claim_size:
+                self._update(self._claim_size - len(self._unread))
 
-    def more(self) -> bool:
-        """This worker has trained all that it could claim. Waits until others are done, or lost.
+    def wait_for_more(self) -> bool:
+        """This worker can claim no batch at the moment: wait until the others have reported theirs, or are lost.
 
         Returns True if there are batches to claim now, and False if the epoch has ended.
         """
         epochs = self._epochs
         epochs.flush()
         self.trained(math.inf)
-        if (found := self._try()) is not None:
+        if (found := self._try_claim()) is not None:
             return found
         with epochs.idle():
-            since, before, (pause, longest) = epochs.runtime.now(), self._text, POLL_S
-            while (found := self._try()) is None:
+            since, before, (pause, longest) = epochs.runtime.now(), self._state_json, POLL_S
+            while (found := self._try_claim()) is None:
                 epochs.waiting()
                 epochs.runtime.sleep(pause)
                 pause = min(2 * pause, longest)
-                if self._text != before:
-                    since, before = epochs.runtime.now(), self._text
+                if self._state_json != before:
+                    since, before = epochs.runtime.now(), self._state_json
                 waited = epochs.runtime.now() - since
                 if waited > epochs.timeout_s:
-                    held = EpochState.from_json(self._text).held
+                    claimed = EpochState.from_json(self._state_json).claimed
                     raise PeerLostError(
-                        f"worker {epochs.member} has waited {waited:.0f} s for the batches of workers {sorted(held)} "
+                        f"worker {epochs.member} has waited {waited:.0f} s for batches of workers {sorted(claimed)} "
                         f"at the end of an epoch ({epochs.name}): are they still running?",
-                        peer=min(held, default=None),
+                        peer=min(claimed, default=None),
                         pending="the end of the epoch",
                         seconds=waited,
                     )
         return found
 
-    def _try(self) -> bool | None:
+    def _try_claim(self) -> bool | None:
         """True if this worker has claimed a batch, False if the epoch has ended, None if it has to wait."""
         with self._lock:
             self._update(1)
-            if self._ready:
+            if self._unread:
                 return True
-            if EpochState.from_json(self._text).complete or self._epochs.stopped():
+            if EpochState.from_json(self._state_json).complete or self._epochs.stopped():
                 self._closed = True
                 return False
         return None
@@ -285,7 +289,7 @@ class EpochClaims:
     @property
     def is_open(self) -> bool:
         """Whether this worker still reads the epoch."""
-        return not (self._closed or self._left)
+        return not (self._closed or self._has_left)
 
     def report(self) -> None:
         """Report what was trained, and read what the others have reported."""
@@ -302,10 +306,10 @@ class EpochClaims:
 
     def leave(self) -> None:
         """The loop was left. The next `refresh` frees the batches that this worker has not trained."""
-        self._left = True
+        self._has_left = True
 
     def _update(self, count: int, unread: list[int] | None = None, stop: bool = False) -> None:
-        """Report trained batches, take over those of lost workers, and claim up to `count`; `stop` ends the job."""
+        """Report trained batches, free those of lost workers, and claim up to `count`; `stop` ends the job."""
         epochs = self._epochs
         while True:
             lost = epochs.lost()
@@ -315,23 +319,23 @@ class EpochClaims:
                     peer=epochs.member,
                     pending="the next batches",
                 )
-            state = EpochState.from_json(self._text)
-            state.take_over(lost)
-            state.finish(epochs.member, [*self._trained, *(unread or ())])
-            state.again = sorted({*state.again, *(unread or ())})
+            state = EpochState.from_json(self._state_json)
+            state.free_batches_of(lost)
+            state.finish(epochs.member, [*self._unreported, *(unread or ())])
+            state.free = sorted({*state.free, *(unread or ())})
             if stop:
                 state.stop()
-            left = state.batches - state.next + len(state.again)
-            # Less at the end, so that the workers end at the same time.
-            fair = max(1, left // (2 * max(1, len({*state.held, epochs.member}))))
+            remaining = state.batches - state.next_unclaimed + len(state.free)
+            # Fewer at the end, so that the workers end at the same time.
+            fair = max(1, remaining // (2 * max(1, len({*state.claimed, epochs.member}))))
             claimed = state.claim(epochs.member, min(count, fair)) if count > 0 and not state.stopped else []
             text = state.to_json()
-            found = text if text == self._text else epochs.store.compare_value(self._key, self._text, text)
-            if text == self._text:  # nothing to change: read what others have changed
+            found = text if text == self._state_json else epochs.store.compare_value(self._key, self._state_json, text)
+            if text == self._state_json:  # nothing to change: read what others have changed
                 found = epochs.store.value(self._key) or text
-            self._text = found
+            self._state_json = found
             if found == text:
                 self.is_stopped = state.stopped
-                self._trained = []
-                self._ready.extend(claimed)
+                self._unreported = []
+                self._unread.extend(claimed)
                 return

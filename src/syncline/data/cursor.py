@@ -47,7 +47,7 @@ class DataPosition:
     def advance(self, samples: int) -> None:
         """Count samples that all ranks together have read."""
         if self._batch is not None:
-            self._starts.clear()  # those batches were dealt to another number of ranks
+            self._starts.clear()  # those batches were distributed over another number of ranks
         self._starts.append(self.samples)
         self.samples += samples
         self._batch = None
@@ -73,7 +73,7 @@ class DataPosition:
             start = self._starts[-min(steps, len(self._starts))]
             batch = LostShares(start, self.samples - start, size, ())
         if any(rank >= size or rank < 0 for rank in ranks):
-            raise SpecError(f"lost={ranks}: the current batch was dealt to {size} ranks")
+            raise SpecError(f"lost={ranks}: the current batch was distributed over {size} ranks")
         if self.lost_shares and self.lost_shares[-1] is batch:
             self.lost_shares = self.lost_shares[:-1]
         self._batch = batch = batch._replace(ranks=tuple(sorted({*batch.ranks, *ranks})))

@@ -74,7 +74,7 @@ class RankShare:
 
 
 class LostShares(NamedTuple):
-    """The shares of one global batch that lost ranks have not trained. They are dealt again after the other shares."""
+    """The shares of one global batch that lost ranks have not trained. They come after the other shares."""
 
     start: int
     """The position in the epoch at which the global batch starts."""

@@ -80,10 +80,11 @@ class EpochReader(ABC, Generic[T]):
         """Continue as rank `rank` of `size` from the next global batch on. Every rank calls it, in the same step.
 
         `lost` are the ranks that have not trained their shares of the current global batch, in the numbering of the
-        team to which it was dealt; another call in the same step adds to them. The next global batches begin with these
-        shares. Without a current global batch, between two epochs, nothing is dealt again. `steps` is the number of
-        latest global batches that are not trained yet, the current one included, if gradients are accumulated. A rank
-        that has run out of data counts the one after its last share as the current one, also if there is none.
+        team over which it was distributed; another call in the same step adds to them. The next global batches begin
+        with these shares. Between two epochs there is no current global batch, and nothing is distributed again.
+        `steps` is the number of latest global batches that are not trained yet, the current one included, if gradients
+        are accumulated. A rank that has run out of data counts the one after its last share as the current one, also if
+        there is none.
 
         Returns whether this rank has read all its shares of the epoch, and another global batch follows now.
         """
@@ -98,9 +99,9 @@ class EpochReader(ABC, Generic[T]):
             self._warned = True
             logger.warning(
                 f"{len(lost)} of {self._part.size} workers were lost, and this data cannot go back: their latest "
-                "batches are not trained in this epoch. A DataLoader over a dataset with indices deals them again"
+                "batches are not trained in this epoch. A DataLoader over a dataset with indices distributes them again"
             )
-        untrained = {position: self._deal_again(position, lost, steps) for position in self._open}
+        untrained = {position: self._distribute_again(position, lost, steps) for position in self._open}
         self._source.regroup(part)
         self._part = part
         for position, count in untrained.items():
@@ -109,8 +110,8 @@ class EpochReader(ABC, Generic[T]):
             self.cursor.regroup(position, over)
         return any(position.ended and count > 0 for position, count in untrained.items())
 
-    def _deal_again(self, position: DataPosition, lost: tuple[int, ...], steps: int) -> int:
-        """Move a position back behind what was trained. Returns the number of samples that are dealt again."""
+    def _distribute_again(self, position: DataPosition, lost: tuple[int, ...], steps: int) -> int:
+        """Move a position back to the last trained sample. Returns the number of samples that are distributed again."""
         source, size = self._source, position.former_size or self._part.size
         if position.ended and position.former_size is None:
             rest = source.rest(position)
@@ -251,7 +252,7 @@ class Sharded(EpochReader[Piece]):
         try:
             while True:
                 yield from source.read_claimed(position, batches, claims)
-                if not claims.more():
+                if not claims.wait_for_more():
                     return
         finally:
             claims.leave()

@@ -113,7 +113,7 @@ class Source(ABC):
 
     @property
     def deals_again(self) -> bool:
-        """Whether the source can go back, so that shares that lost ranks have not trained are dealt again."""
+        """Whether the source can go back, so that shares that lost ranks have not trained are distributed again."""
         return False
 
     def untrained(self, position: DataPosition, lost: LostShares) -> int:

@@ -42,7 +42,9 @@ def parse_hosts(text: str, ranks: int | None = None) -> tuple[Host, ...]:
     if ranks is not None and all(slots is None for _, slots in found):
         even, odd = divmod(ranks, len(found))
         if odd or not even:
-            raise SpecError(f"--hosts {text}: {ranks} ranks cannot be dealt evenly to {len(found)} hosts; give a:N")
+            raise SpecError(
+                f"--hosts {text}: {ranks} ranks cannot be divided evenly among {len(found)} hosts; give a:N"
+            )
     hosts = tuple(Host(name, even if slots is None else slots) for name, slots in found)
     total = sum(host.slots for host in hosts)
     if ranks is not None and total != ranks:

@@ -11,7 +11,7 @@ from syncline.parallel.schedules import Action, PipelineSetting
 __all__ = ["ActionStream"]
 
 UNBOUNDED = 1 << 40
-"""Micro-batches of a training whose end is unknown."""
+"""The number of micro-batches of a training whose end is unknown."""
 
 
 class ActionStream:

@@ -1,6 +1,7 @@
 """One weird trick (Krizhevsky, 2014, arXiv 1404.5997): data-parallel convolutions, dense layers divided by units.
 
-Every worker reads its own b examples. The schemes differ in the turns that the dense layers take, on two workers:
+Every worker reads its own b examples. The schemes differ in the turns in which the dense layers compute them. On two
+workers:
 
 ```text
 scheme a   one turn           all examples of both
@@ -185,14 +186,14 @@ class _StartedExchange:
 
 
 class MaskStream:
-    """The random numbers of dropout on divided units. Each worker has its own, and the global ones stay as they are."""
+    """The random numbers of dropout on divided units, different on each worker. Global generators do not change."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._generator: torch.Generator | None = None
 
     def dropout(self, x: Tensor, probability: float) -> Tensor:
-        """Zeros with a probability, and larger values for the rest."""
+        """`x` with some values set to zero, each with the given probability, and the rest scaled up."""
         if self._generator is None or self._generator.device != x.device:
             self._generator = torch.Generator(x.device).manual_seed(self.seed)
         keep = 1.0 - probability
@@ -214,9 +215,9 @@ class DenseChain:
 
     before: tuple[nn.Module, ...]
     layers: tuple[tuple[str, nn.Linear], ...]
-    """With their names below the head, empty for a head that is one dense layer."""
+    """The dense layers, with their names below the head. The name is empty if the head is one dense layer."""
     after: tuple[tuple[nn.Module, ...], ...]
-    """What follows each layer."""
+    """The modules that follow each layer."""
 
     @property
     def widths(self) -> list[int]:
@@ -279,7 +280,7 @@ class HeadComputation:
         return torch.cat([results[turn] for turn in order]).reshape(*shape, self.chain.widths[stop])
 
     def _steps(self, first: int, stop: int) -> Iterator[tuple[Callable[[Tensor], Tensor], HeadExchange, Sequence[int]]]:
-        """What a turn computes before each exchange, and the exchange with the units of each worker in it."""
+        """For each exchange: the computation of a turn before it, the exchange, and the units of each worker in it."""
         pending: list[Callable[[Tensor], Tensor]] = []
 
         def compute(functions: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
@@ -335,7 +336,7 @@ class HeadComputation:
         return [int(count) for count in counts]
 
     def _check_recomputation(self) -> None:
-        """Refuse a forward inside backward whose masks would be other ones."""
+        """Refuse a forward inside backward, because its dropout masks would be different."""
         if torch._C._current_graph_task_id() == -1:
             return
         for place, layer in enumerate(self.layout.layers[:-1]):
@@ -360,20 +361,20 @@ def _bias(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """The dtype to which autocast would convert it in the layer: fewer bytes to send."""
+    """`x` in the dtype to which autocast would convert it in the layer, so that fewer bytes are sent."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 class DividedHead:
-    """A head whose dense layers are divided."""
+    """The class of a head while its dense layers are divided."""
 
     head_computation: ClassVar[HeadComputation | None] = None
 
     @_disable_dynamo  # type: ignore[untyped-decorator, unused-ignore]
     def forward(self, x: Tensor) -> Tensor:
-        """As the module; with the team while it is divided."""
+        """The output of the head, computed with the team while it is divided."""
         computation: HeadComputation | None = self.head_computation
         if computation is None:
             raise IncompatibleError(

@@ -32,7 +32,7 @@ __all__ = ["DividedModel", "DividedTensor", "divided_tensors"]
 
 @dataclass(frozen=True)
 class DividedTensor:
-    """A parameter or buffer that no worker of a team has as a whole, or that only one has."""
+    """A parameter or buffer that is divided over the workers of a team, or that only one of them has."""
 
     name: str
     tensor: Tensor
@@ -75,7 +75,7 @@ def divided_tensors(divisions: Sequence[LayerDivision], sizes: Mapping[str, int]
 
 
 class DividedModel:
-    """Divides a model and its optimizer, makes them whole for a while, and at the end. Every worker calls its methods.
+    """Divides a model and its optimizer, and makes them whole again. Every worker calls its methods.
 
     `positions` has this worker's place along each axis, `teams` the team of each.
     """
@@ -96,11 +96,11 @@ class DividedModel:
         self._positions = dict(positions)
         self._tensors = list(tensors)
         self._by_id = {id(each.tensor): each for each in self._tensors}
-        self._own: dict[int, Tensor] = {}
+        self._shares: dict[int, Tensor] = {}
         """The shares, while the model is whole."""
         self._depth = 0
-        self._before = [(each.tensor.data, each.tensor.grad) for each in self._tensors]
-        self._states = {each: dict(entry) for each, entry in optimizer.state.items()}
+        self._original_tensors = [(each.tensor.data, each.tensor.grad) for each in self._tensors]
+        self._original_states = {each: dict(entry) for each, entry in optimizer.state.items()}
         attached: list[LayerDivision] = []
         try:
             self._take_shares()
@@ -110,7 +110,7 @@ class DividedModel:
         except BaseException:
             for division in attached:
                 division.detach()
-            self._restore()
+            self._restore_originals()
             raise
         self._scales: list[Any] = []
         self._guard = _PartGuard(self.teams, before_call=self.scale_shared_gradients)
@@ -146,7 +146,7 @@ class DividedModel:
             self._guard.saves = before
 
     def model_part(self, base: ModelPart, number: int) -> ModelPart:
-        """What of `base` this worker saves and loads, where all workers of the teams have `base` together."""
+        """The part of `base` that this worker saves and loads. All workers of the teams together have `base`."""
         with self.part():
             state = self.model.state_dict(keep_vars=True)
         slices: dict[str, DimensionSlice] = {}
@@ -159,7 +159,7 @@ class DividedModel:
             cut = self._cut(self._by_id[id(value)]) if known else None
             if cut is not None:
                 slices[name] = cut
-            here = self.counts_here(value) if isinstance(value, Tensor) else self._leads
+            here = self.counts_here(value) if isinstance(value, Tensor) else self._is_first
             if here and name in base.saves:
                 saves.add(name)
         return ModelPart(number, frozenset(saves), frozenset(loads), slices, keeps_state=bool(base.saves))
@@ -167,7 +167,7 @@ class DividedModel:
     # Whole, and divided again.
 
     @property
-    def inside(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the model is whole at the moment."""
         return self._depth > 0
 
@@ -177,7 +177,7 @@ class DividedModel:
         self._depth += 1
         try:
             if self._depth == 1:
-                self._own = {id(each.tensor): each.tensor.data for each in self._tensors}
+                self._shares = {id(each.tensor): each.tensor.data for each in self._tensors}
                 self._gather()
                 self._set_divided(False)
             yield
@@ -185,8 +185,8 @@ class DividedModel:
             self._depth -= 1
             if self._depth == 0:
                 for each in self._tensors:
-                    each.tensor.data = self._own[id(each.tensor)]
-                self._own = {}
+                    each.tensor.data = self._shares[id(each.tensor)]
+                self._shares = {}
                 self._set_divided(True)
 
     def close(self) -> None:
@@ -206,15 +206,16 @@ class DividedModel:
         for hook in (*self._hooks, *self._scales):
             hook.remove()
 
-    def undo(self) -> None:
-        """The run could not be made: give the model and the optimizer back as they were."""
+    def roll_back(self) -> None:
+        """The run could not be made: restore the model and the optimizer as they were before."""
         self.end()
-        self._restore()
+        self._restore_originals()
 
     def scale_shared_gradients(self) -> None:
-        """Divide the gradients of parameters along "shared" by the size of its team: they are sums over its workers,
-        of which each has the mean loss of its own data. Call it before each forward pass: torch drops the hooks of a
-        parameter that is frozen and thawed.
+        """Divide the gradients of parameters along "shared" by the size of the team.
+
+        They are sums over the workers of the team, and the loss of each worker is the mean over its own data. Call it
+        before each forward pass: torch drops the hooks of a parameter that was frozen and is trained again.
         """
         for handle in self._scales:
             handle.remove()
@@ -225,7 +226,7 @@ class DividedModel:
         ]
 
     @property
-    def _leads(self) -> bool:
+    def _is_first(self) -> bool:
         return not any(self._positions.values())
 
     def _cut(self, each: DividedTensor) -> DimensionSlice | None:
@@ -251,16 +252,16 @@ class DividedModel:
                     if isinstance(value, Tensor) and value.shape == each.shape:
                         entry[key] = cut.take(value)  # type: ignore[index]
 
-    def _restore(self) -> None:
-        for each, (data, gradient) in zip(self._tensors, self._before, strict=True):
+    def _restore_originals(self) -> None:
+        for each, (data, gradient) in zip(self._tensors, self._original_tensors, strict=True):
             each.tensor.grad = None
             each.tensor.data = data
             each.tensor.grad = gradient
-        self.optimizer.state.update(self._states)
+        self.optimizer.state.update(self._original_states)
 
-    def keep(self) -> None:
-        """The run exists: `undo` is not needed any more."""
-        self._before, self._states = [], {}
+    def commit(self) -> None:
+        """The run exists: `roll_back` is not possible any more."""
+        self._original_tensors, self._original_states = [], {}
 
     def _gather(self) -> None:
         with torch.no_grad():
@@ -311,8 +312,8 @@ class _Scale:
 class _PartGuard:
     """A hook that refuses to save a divided model as it is, and to call a copy of it in another state.
 
-    A copy that was made while the model was divided has only this worker's part; one that was made inside `whole()` has
-    all of it. Its layers compute with the team if those of the model do.
+    A copy that was made while the model was divided has only this worker's part. A copy that was made inside `whole()`
+    has all of it. The layers of a copy compute with the team whenever the layers of the model do.
     """
 
     def __init__(

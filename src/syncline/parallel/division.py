@@ -33,7 +33,7 @@ __all__ = ["LayerDivision", "Share", "divide_class", "restore_class", "take_shar
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker has of a layer. Names are those of the layer's own state dict, such as "weight".
+    """The tensors of a layer that one worker has. Names are those of the layer's own state dict, such as "weight".
 
     Tensors that are not named are whole and the same on every worker of the team.
     """
@@ -65,7 +65,7 @@ class LayerDivision(ABC):
 
     @abstractmethod
     def share(self, rank: int, size: int) -> Share:
-        """What a worker has of it, by its rank in the team. Called on the whole module."""
+        """The share of the worker with this rank in the team. Called on the whole module."""
 
     @abstractmethod
     def attach(self, team: LayerTeam) -> None:
@@ -76,11 +76,11 @@ class LayerDivision(ABC):
 
     @abstractmethod
     def detach(self) -> None:
-        """Make it the module that it was."""
+        """Make the module whole again, with its own class."""
 
 
 def divide_class(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Let a module be an instance of `mixin` too, whose methods come first, and set attributes on it.
+    """Make a module also an instance of `mixin`, whose methods take precedence, and set attributes on it.
 
     >>> class Doubled:
     ...     def forward(self, x):

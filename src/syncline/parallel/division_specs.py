@@ -1,4 +1,4 @@
-"""What a user asks for: which layers are divided, how, and over how many workers.
+"""The arguments of `parallel=`: which layers are divided, how, and over how many workers.
 
 ```text
 sl.parallel.tensor(plan, size=2)     layers, over workers that read the same data
@@ -41,7 +41,7 @@ class DivisionSpec(ABC):
 
     @abstractmethod
     def workers(self, model: nn.Module, available: int) -> int:
-        """The number of workers along the axis. `available`: those that the other axes leave."""
+        """The number of workers along the axis. `available`: the number that the other axes leave."""
 
     @abstractmethod
     def divisions(self, model: nn.Module, size: int) -> list[LayerDivision]:
@@ -182,7 +182,7 @@ for _name, _spec in (
 
 
 def read_divisions(parallel: str | DivisionSpec | Sequence[str | DivisionSpec]) -> list[DivisionSpec]:
-    """What divides layers in a text, an object or a list of both.
+    """Read the specs of divisions from a text, an object or a list of both.
 
     >>> read_divisions("tensor(2) x experts(4)")
     [TensorParallel(plan=None, size=2), ExpertParallel(size=4)]

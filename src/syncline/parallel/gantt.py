@@ -71,7 +71,7 @@ LEGEND_PX = 24
 CHARACTER_PX = 6.6
 """The mean width of a character of a label."""
 MIN_MARK_PX = 2.5
-"""The least width of R and U, which may take no time."""
+"""The minimum width of R and U, which may take no time."""
 MAX_TICKS = 10
 TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 

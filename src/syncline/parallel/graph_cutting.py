@@ -6,9 +6,9 @@ stage            ·     0       0    │   1    │          2             2
 values           0: x → stage 0     1: embed → stage 2     2: block0 → stage 1     3: block1 → stage 2
 ```
 
-A stage is what runs between two cuts. What a later stage uses is a value with a direct way to each consumer.
-Sizes are sent as small tensors and become numbers again at the consumer. Arithmetic with sizes is repeated in each
-stage that needs its result. So no size is fixed.
+A stage is the part of the model that runs between two cuts. A result that a later stage uses is a value, which is
+sent directly to each stage that uses it. Sizes are sent as small tensors and become numbers again at the receiver.
+Arithmetic with sizes is repeated in each stage that needs its result. So no size is fixed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TracedModel:
     cuts: tuple[str, ...]
     stages: dict[fx.Node, int]
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """What `get_attr` nodes name and the model does not have."""
+    """Tensors that `get_attr` nodes name and that the model does not have, by name."""
     sizes: Mapping[str, tuple[SizeRange, ...]] = field(default_factory=dict)
     """For each input, the sizes that the graph accepts; empty if it accepts all."""
 
@@ -98,7 +98,7 @@ def cut_graph(traced: TracedModel) -> StageGraph:
 
 
 def expression(node: fx.Node) -> str:
-    """A node as one would write it, for messages: `features.3(x)`, `x.shape`."""
+    """A node as Python code, for messages: `features.3(x)`, `x.shape`."""
     parts = [_written(each) for each in node.args]
     if node.op in ("placeholder", "get_attr"):
         return str(node.target)
@@ -223,7 +223,7 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def computing_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that compute something of inputs or parameters, which reading sizes and parts of outputs is not."""
+    """The nodes that compute something of inputs or parameters. Reading sizes and parts of outputs does not count."""
     kinds = _kinds(graph)
     computed: dict[fx.Node, bool] = {}
     for node in graph.nodes:
@@ -233,11 +233,11 @@ def computing_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if computed[node] and node.op not in plain and kinds[node] == "tensor" and not _takes_part(node)
+        if computed[node] and node.op not in plain and kinds[node] == "tensor" and not _reads_entry(node)
     ]
 
 
-def _takes_part(node: fx.Node) -> bool:
+def _reads_entry(node: fx.Node) -> bool:
     """True for one entry of a tuple, a dict or an object, which could not be sent whole."""
     if node.target is operator.getitem:
         return isinstance(node.args[1], (int, str))
@@ -384,7 +384,7 @@ class _GraphCutter:
                     self.stage[node] = made
                 else:
                     self.stage[node] = min([first, *used])
-            elif made is not None and self.kinds[node] == "tensor" and _takes_part(node):
+            elif made is not None and self.kinds[node] == "tensor" and _reads_entry(node):
                 self.stage[node] = made
 
     def first_use(self, node: fx.Node) -> int:

@@ -59,7 +59,7 @@ CUTS: tuple[Cut, ...] = ("columns", "rows")
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """What every worker sends to every other, and how it joins what it receives; see the table of this file.
+    """The blocks that every worker sends to every other, and how it joins received blocks; see the table of this file.
 
     >>> HeadExchange("all", "rows").adjoint
     HeadExchange(sends='rows', joins='sum')
@@ -171,13 +171,12 @@ class HeadLayout:
 
     @property
     def entries(self) -> int:
-        """How often a step begins with each worker's own examples: their numbers are exchanged before."""
+        """How often layers take each worker's own examples as input: the workers exchange their numbers before."""
         return sum(layer.takes_own for layer in self.layers)
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """What a layout is chosen by: the elements that are sent, then where all turns wait for each other, then
-        exchanges."""
+        """The key by which a layout is chosen: sent elements, then points where all turns wait, then exchanges."""
         return sum(layer.cost(self.workers) for layer in self.layers), self.entries, len(self.exchanges)
 
 

@@ -30,7 +30,7 @@ def has_meta_tensors(model: nn.Module) -> bool:
 
 
 def check_initializers(model: nn.Module, initialize: Callable[[nn.Module], object] | None) -> None:
-    """Refuse a module that nobody can give values."""
+    """Refuse a module that neither its class nor `initialize` gives values."""
     if initialize is not None:
         if not callable(initialize):
             raise SpecError(f"initialize={initialize!r} is not a function of a module")

@@ -53,7 +53,7 @@ class StageModule(ModuleTree):
 
 
 def own_forward(stage: nn.Module) -> Callable[..., Any]:
-    """What a stage computes, as a function whose code no other stage has.
+    """The forward of a stage as a function with its own code object.
 
     `torch.compile` keeps at most eight versions of each code, for other sizes and modes. `forward` is one code for all
     stages.
@@ -119,7 +119,7 @@ def _fill(tree: ModuleTree, module: nn.Module, prefix: str, targets: set[str]) -
 
 
 def _add_constant(tree: ModuleTree, name: str, value: Any) -> None:
-    """Add what tracing has found and the model has no name for. It is not part of the state dict."""
+    """Add a tensor that tracing has found and that has no name in the model. It is not part of the state dict."""
     if isinstance(value, Tensor):
         tree.register_buffer(name, value.detach(), persistent=False)
     else:

@@ -56,7 +56,7 @@ class PipelinePlacement:
 
     @property
     def whole_batches(self) -> bool:
-        """Whether all workers of the first stage must train on as many micro-batches in each step."""
+        """Whether all workers of the first stage must train on the same number of micro-batches in each step."""
         return self.unequal or (not self.schedule.flushes and max(self.replicas) > 1)
 
     @cached_property

@@ -25,7 +25,7 @@ from syncline.parallel.schedules import Action, PipelineSchedule, PipelineSettin
 __all__ = ["PipelineTimeline", "StageCost", "TimedAction", "play"]
 
 Key = tuple[str, int, int]
-"""A result that actions wait for: "F", "B" or "W", the stage and the micro-batch. I gives a "B"."""
+"""A result that actions wait for: "F", "B" or "W", the stage and the micro-batch. The result of I counts as "B"."""
 RELEASES = {"B", "W"}
 """The kinds of actions after which the activations of a micro-batch are not needed."""
 MAX_BLOCKED_SHOWN = 8
@@ -34,7 +34,7 @@ MAX_BLOCKED_SHOWN = 8
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage takes for one micro-batch: seconds of its forward and of the two halves of its backward, and bytes.
+    """The cost of a stage for one micro-batch: seconds of its forward and of the two halves of its backward, and bytes.
 
     >>> StageCost(forward_s=0.5, input_s=0.5, weight_s=0.25).seconds("B")
     0.75
@@ -74,7 +74,7 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """When each worker computes what. With replicas, the workers of the first pipeline rank come first."""
+    """The times of all actions of each worker. With replicas, the workers of the first pipeline rank come first."""
 
     workers: tuple[tuple[int, int], ...]
     """Pipeline rank and replica of each worker."""
@@ -210,7 +210,7 @@ class _Player:
         return woken
 
     def _send(self, worker: int, result: Key) -> None:
-        """A result leaves for the next or the previous stage, after the earlier messages of its worker."""
+        """Send a result to the next or the previous stage, after the earlier messages of its worker."""
         kind, stage, _ = result
         link = stage if kind == "F" else stage - 1
         departure_s = self.ends[result]

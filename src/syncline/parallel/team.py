@@ -52,14 +52,14 @@ class LayerTeam:
     """The workers that divide one layer, or all layers of a kind. A copy of a model shares the team of the original."""
 
     def __init__(self, group: Group, algorithm: str = NATIVE) -> None:
-        """`algorithm`: of sums, as in `distribute`. With "native" and "auto" all collectives are the engine's own."""
+        """`algorithm`: the all-reduce of sums. With "native" and "auto" all collectives are the engine's own."""
         self.group = group
         self._algorithm = NATIVE if algorithm == AUTO else algorithm
         self.rank, self.size = (group.rank, group.size) if group.member else (0, 1)
         self.divided = True
         """False while every worker has the whole model: layers then compute without the others."""
         self.stats: Stats | None = None
-        """Of the run that counts bytes and waits."""
+        """The statistics of the run, which count bytes and waits."""
         self.calls: Counter[str] = Counter()
         """The number of collectives so far, by kind."""
         self.sent_bytes = 0
@@ -175,7 +175,7 @@ class LayerTeam:
         return output
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
-        """The tensor of one worker. All have one of the same shape and dtype."""
+        """The tensor of one worker. The tensors of all workers have one shape and dtype."""
         if self.size == 1:
             return x
         self.calls["broadcast"] += 1
@@ -183,7 +183,7 @@ class LayerTeam:
         return found.to(x.device)
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
-        """Send `counts[i]` to worker i. Returns the numbers from all workers."""
+        """Send the number `counts[i]` to worker i. Returns the numbers from all workers."""
         received = self.alltoall(torch.tensor(list(counts)), [1] * self.size, [1] * self.size)
         return [int(count) for count in received]
 
@@ -250,10 +250,10 @@ class PendingSwap:
     def __init__(self, team: LayerTeam, handles: Sequence[Handle], bodies: Sequence[Tensor]) -> None:
         self._team, self._handles = team, handles
         self._bodies = bodies
-        """They must exist until they are sent."""
+        """The sent tensors, which must exist until they have left."""
 
     def wait(self) -> None:
-        """Wait until all has arrived and left."""
+        """Wait until all messages have arrived and left."""
         now = self._team.group.world.runtime.now
         start = now()
         for handle in self._handles:

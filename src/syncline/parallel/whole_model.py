@@ -76,16 +76,16 @@ class WholeModel:
         self.release()
 
     @property
-    def inside(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the model is whole at the moment."""
         return self._depth > 0
 
-    def keep(self) -> None:
-        """The run exists: `undo` is not needed any more."""
+    def commit(self) -> None:
+        """The run exists: `roll_back` is not possible any more."""
         self._before = {}
         self._states = {}
 
-    def undo(self) -> None:
+    def roll_back(self) -> None:
         """The run could not be made: give the model and the optimizer back as they were."""
         tensors = self._tensors()
         for name, data in self._before.items():

@@ -4,7 +4,7 @@
 
 Each rank writes its own, and the reduction returns the sum: how many ranks had data, their total weight, how many had
 NaN or Inf, for each parameter how many ranks have a gradient of it, and what they report about newcomers
-(`Elastic.report_newcomers`). They need no message of their own.
+(`ElasticMember.report_newcomers`). They need no message of their own.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 At the start the chain of a shard has the servers that `ServerNetwork.chain` names. Two kinds of entries change it::
 
-    servers/chains/0   {"kind": "lost", "member": 4, "by": 5}                              out of all chains, for ever
+    servers/chains/0   {"kind": "lost", "member": 4, "by": 5}                              removed from all chains
     servers/chains/1   {"kind": "replica", "shard": 0, "member": 7, "server": 1, "by": 5}  the new last server
 
-The last server of a chain appends a new one when that has all records. An entry counts only if its writer is not lost
-in an earlier one. So a server that was declared lost and still runs can add nobody, and declares nobody lost, although
-it reaches none of the others. All agree which chain a shard has. Chain replication adds servers at the end in the same
+The last server of a chain appends a new one when that has all records. An entry counts only if no earlier
+entry declares its writer lost. So a server that was declared lost and still runs can neither add a server nor declare
+one lost. All processes agree which chain a shard has. Chain replication adds servers at the end in the same
 way (van Renesse and Schneider, OSDI 2004).
 """
 

@@ -30,7 +30,7 @@ from syncline.transports import Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.key_value_store import no_launcher_store, program_name
 from syncline.world import World
-from syncline.world.elastic import ELASTIC_VARIABLE, Elastic
+from syncline.world.elastic import ELASTIC_VARIABLE, ElasticMember
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
 
@@ -331,7 +331,7 @@ def _make_network(world: World, replicas: int) -> ServerNetwork:
     return network_of(transport, workers, roles.servers, roles.evaluators, roles.replicas, elastic=elastic is not None)
 
 
-def _join_as_newcomer(world: World, roles: Roles, elastic: Elastic) -> ServerNetwork:
+def _join_as_newcomer(world: World, roles: Roles, elastic: ElasticMember) -> ServerNetwork:
     """Join the network of a job that trains already.
 
     In a network of workers alone a newcomer has its number in the job. Otherwise that may be the number of a server.

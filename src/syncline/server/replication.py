@@ -89,7 +89,7 @@ class _Newcomer:
     backlog: list[ReplicaRecord] = field(default_factory=list)
     """Records after the snapshot that were handled here, with copies of their bodies."""
     backlog_bytes: int = 0
-    awaited: bool = False
+    gates_replies: bool = False
     """Whether it has the snapshot and gets the records, so that replies wait for its acknowledgements."""
     level_at: int = 0
     """It is level when it has acknowledged this record."""
@@ -127,7 +127,7 @@ class ReplicaChain:
         self._lost: set[int] = set()
         """The servers of the chain that are lost."""
         self._next = self._find_next()
-        """The next server of the chain that is not lost, or a new one that is awaited; None if this is the last."""
+        """The next server of the chain that is not lost, or a new one that must acknowledge; None if there is none."""
         self._send = send
         self._on_level = on_level
         self._last = 0
@@ -136,7 +136,7 @@ class ReplicaChain:
         """The servers after this one have all records up to this number, and this one has handled them."""
         self._handled = 0
         """This server has handled all records up to this number."""
-        self._held: deque[tuple[int, list[OutgoingReply]]] = deque()
+        self._held_replies: deque[tuple[int, list[OutgoingReply]]] = deque()
         """Replies to records that some server after this one may not have, with the numbers of these records."""
         self._sent_ack = 0
         """The number in the latest acknowledgement that this server has sent."""
@@ -144,13 +144,13 @@ class ReplicaChain:
         """The server that has sent the latest record."""
         self._unacked: deque[ReplicaRecord] = deque()
         """Records that some server after this one may not have."""
-        self._asked: set[tuple[int, int, int]] = set()
+        self._expected_replies: set[tuple[int, int, int]] = set()
         """Requests without a reply to which this server is to reply: space, client and number. Each gets one reply,
         because a second one could fill memory that the client uses again.
         """
-        self._early: dict[tuple[int, int, int], tuple[int, RequestHeader, Tensor, int]] = {}
+        self._early_requests: dict[tuple[int, int, int], tuple[int, RequestHeader, Tensor, int]] = {}
         """Requests of clients that have noticed the loss of the head earlier than this server."""
-        self._gone: dict[int, bool] = {}
+        self._departed: dict[int, bool] = {}
         """Members that are gone, and whether they have left by themselves."""
         self._known_losses: set[int] = set()
         """Clients of whose loss there is a record."""
@@ -180,27 +180,27 @@ class ReplicaChain:
             if not request.reply_from or self._is_named(request):
                 self._expect_reply(key)
             return self._add(ReplicaRecord(self._header(kind, member, self._last + 1), request, body))
-        acked = [each for each in self._early if each[:2] == key[:2] and each[2] <= request.acked]
+        acked = [each for each in self._early_requests if each[:2] == key[:2] and each[2] <= request.acked]
         for each in acked:  # the last server has replied to them
-            del self._early[each]
-        if sum(each[:2] == key[:2] for each in self._early.keys() - {key}) >= protocol.REPLY_SLOTS:
+            del self._early_requests[each]
+        if sum(each[:2] == key[:2] for each in self._early_requests.keys() - {key}) >= protocol.REPLY_SLOTS:
             return [refuse(member, request, f"{protocol.REPLY_SLOTS} requests wait for the loss of the head")]
-        self._early[key] = (member, request, body, kind)
+        self._early_requests[key] = (member, request, body, kind)
         return []
 
     # Members that are lost or added.
 
     def lose(self, member: int, left: bool) -> list[OutgoingReply]:
         """Handle the loss of a client or of a server."""
-        self._gone[member] = left
+        self._departed[member] = left
         if self._newcomer is not None and self._newcomer.member == member:
             self._newcomer = None
         if member in self._members:
             self._lost.add(member)
         if member == self._source and not self.joined:
             self._source = None  # its snapshot is of no use: another server may be behind or ahead of it
-        self._early = {key: early for key, early in self._early.items() if key[1] != member}
-        self._asked = {each for each in self._asked if each[1] != member}
+        self._early_requests = {key: early for key, early in self._early_requests.items() if key[1] != member}
+        self._expected_replies = {each for each in self._expected_replies if each[1] != member}
         return self._continue()
 
     def append(self, member: int) -> list[OutgoingReply]:
@@ -221,7 +221,7 @@ class ReplicaChain:
         before, newcomer = self._next, self._newcomer
         self.is_head = self.joined and self._lost >= set(self._before)
         self._next = self._find_next()
-        if self._next is None and newcomer is not None and newcomer.awaited:
+        if self._next is None and newcomer is not None and newcomer.gates_replies:
             self._next = newcomer.member
         replies: list[OutgoingReply] = []
         if self._next is None and newcomer is None and self._unacked:
@@ -231,11 +231,11 @@ class ReplicaChain:
                 self._send(self._next, record)
         if not self.is_head:
             return replies
-        for client in self._gone.keys() - self._known_losses - set(self._members):
+        for client in self._departed.keys() - self._known_losses - set(self._members):
             self._known_losses.add(client)
-            kind = protocol.LEFT if self._gone[client] else protocol.LOST
+            kind = protocol.LEFT if self._departed[client] else protocol.LOST
             replies += self._add(ReplicaRecord(self._header(kind, client, self._last + 1), NO_REQUEST, NO_BODY))
-        early, self._early = self._early, {}
+        early, self._early_requests = self._early_requests, {}
         for request in early.values():
             replies += self.request(*request)
         return replies
@@ -307,17 +307,17 @@ class ReplicaChain:
         if not may_delay:
             self._send_ack()
         replies: list[OutgoingReply] = []
-        while self._held and self._held[0][0] <= number:
-            replies += self._held.popleft()[1]
+        while self._held_replies and self._held_replies[0][0] <= number:
+            replies += self._held_replies.popleft()[1]
         while self._unacked and self._unacked[0].header.number <= number:
             record = self._unacked.popleft()
             if record.header.number > self._handled:
                 replies += self._handle(record)
         self._handle_short()
-        asked = [reply for reply in replies if self._was_asked(reply)]
-        if may_delay and len(asked) < len(replies):
+        expected = [reply for reply in replies if self._is_expected(reply)]
+        if may_delay and len(expected) < len(replies):
             self._send_ack()
-        return asked
+        return expected
 
     def _handle_short(self) -> None:
         """Handle the short records that come next, and hold their replies."""
@@ -326,7 +326,7 @@ class ReplicaChain:
             if not record.request.repeats:
                 return
             copy = ReplicaRecord(record.header, record.request, record.body.clone())
-            self._held.append((record.header.number, self._handle(copy)))
+            self._held_replies.append((record.header.number, self._handle(copy)))
 
     def _is_named(self, request: RequestHeader) -> bool:
         """Whether the client that has sent a request to the head expects the reply from this server."""
@@ -334,20 +334,20 @@ class ReplicaChain:
 
     def _expect_reply(self, key: tuple[int, int, int]) -> None:
         """Note that this server is to reply to a request."""
-        self._asked.add(key)
-        if len(self._asked) > protocol.REPLY_SLOTS * (1 + len(self.handler.sessions)):
-            self._asked = {each for each in self._asked if self._may_reply(*each)}
+        self._expected_replies.add(key)
+        if len(self._expected_replies) > protocol.REPLY_SLOTS * (1 + len(self.handler.sessions)):
+            self._expected_replies = {each for each in self._expected_replies if self._may_reply(*each)}
 
     def _may_reply(self, space: int, member: int, number: int) -> bool:
         """Whether a request may still get a reply. A duplicate of an acknowledged one gets none."""
         session = self.handler.sessions.get((space, member))
         return session is None or number > session.acked
 
-    def _was_asked(self, reply: OutgoingReply) -> bool:
+    def _is_expected(self, reply: OutgoingReply) -> bool:
         """Whether a client waits for a reply from this server. Others are kept in case that the client asks here."""
         key = (reply.header.space, reply.member, reply.header.number)
-        found = key in self._asked
-        self._asked.discard(key)
+        found = key in self._expected_replies
+        self._expected_replies.discard(key)
         return found
 
     def _handle(self, record: ReplicaRecord) -> list[OutgoingReply]:
@@ -372,7 +372,7 @@ class ReplicaChain:
     def admit(self, source: int, server: int, attempt: int) -> None:
         """Send a snapshot to a new server that asks for it. One that asks another server than the last asks again."""
         newcomer = self._newcomer
-        if not self.joined or self._next is not None or source in self._members or source in self._gone:
+        if not self.joined or self._next is not None or source in self._members or source in self._departed:
             return
         if newcomer is not None and (newcomer.member != source or newcomer.attempt >= attempt):
             return
@@ -386,7 +386,7 @@ class ReplicaChain:
     def pieces_received(self, source: int, attempt: int, pieces: int) -> list[OutgoingReply]:
         """The new server has so many pieces. When it has all, send it the records since, and wait for its acks."""
         newcomer = self._newcomer
-        if newcomer is None or newcomer.member != source or newcomer.awaited:
+        if newcomer is None or newcomer.member != source or newcomer.gates_replies:
             return []
         if newcomer.attempt != attempt:  # it has given this snapshot up
             self._newcomer = None
@@ -396,7 +396,7 @@ class ReplicaChain:
         if pieces < len(newcomer.pieces):
             return []
         records = [*newcomer.backlog, *self._unacked]
-        newcomer.awaited, newcomer.pieces, newcomer.backlog = True, (), []
+        newcomer.gates_replies, newcomer.pieces, newcomer.backlog = True, (), []
         newcomer.level_at, self._next = self._last, source
         for record in records:
             self._send(source, record)
@@ -449,4 +449,4 @@ class ReplicaChain:
         self._known_losses = set(state["losses"])
         self._last = self._acked = self._handled = number
         self._unacked.clear()
-        self._held.clear()
+        self._held_replies.clear()

@@ -84,7 +84,7 @@ class WorkerClocks:
         self.slowest = 0
         """The smallest clock of the workers that still train."""
         self._skipped: dict[int, int] = {}
-        """Steps before the clocks at which workers have joined: nobody has taken them."""
+        """Steps before the clocks at which workers have joined: no worker has taken them."""
         self._training = set(self.of)
         self._paused: set[int] = set()
         self._update()

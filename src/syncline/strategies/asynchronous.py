@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.control import ControlBarrier, ControlChannel, WorkerRoll, poll
+from syncline.control import ControlBarrier, ControlChannel, WorkerMembership, poll
 from syncline.data import Epochs, MicroBatches, Sharded
 from syncline.errors import IncompatibleError, PeerLostError, UnsupportedError, WorldError
 from syncline.state_trees import decode, encode
@@ -62,7 +62,7 @@ class AsynchronousRun(StrategyRun):
 
     admits_newcomers = False
     """Whether workers can join a job with this strategy."""
-    roll: WorkerRoll | None = None
+    membership: WorkerMembership | None = None
     """In an elastic job that admits newcomers: the workers that are present."""
 
     _leaves = False
@@ -96,7 +96,7 @@ class AsynchronousRun(StrategyRun):
     @property
     def saves_at_end(self) -> bool:
         """Whether the workers can save a checkpoint together at any step."""
-        return self.roll is not None
+        return self.membership is not None
 
     def prepare_to_join(self) -> None:
         """In a newcomer: called before the others count it among them."""
@@ -108,7 +108,7 @@ class AsynchronousRun(StrategyRun):
     def _other_runs(self) -> list[AsynchronousRun]:
         """In an elastic job: the other runs that train in this process, such as the second one of a GAN."""
         runs = [run for run in self.world.runs if isinstance(run, AsynchronousRun)]
-        return [run for run in runs if run is not self and run.roll is not None]
+        return [run for run in runs if run is not self and run.membership is not None]
 
     @contextmanager
     def _others_idle(self) -> Iterator[None]:
@@ -152,8 +152,8 @@ class AsynchronousRun(StrategyRun):
         elastic = world.elastic
         if elastic is not None and self.admits_newcomers:
             member, timeout_s = elastic.limits.member, world.transport.timeout
-            self.roll = WorkerRoll(self._channel, elastic.connector, member, elastic.launched, timeout_s)
-            self._channel.on_refresh = self._refresh_claims if self.on_resize is None else self.refresh_roll
+            self.membership = WorkerMembership(self._channel, elastic.connector, member, elastic.launched, timeout_s)
+            self._channel.on_refresh = self._refresh_claims if self.on_resize is None else self.refresh_membership
 
     def control_channel(self) -> ControlChannel:
         return self._channel
@@ -170,9 +170,9 @@ class AsynchronousRun(StrategyRun):
         """
         if self.joining:
             return  # alone until the first loop over data
-        if self.roll is not None:
+        if self.membership is not None:
             with self._idle_in_all_runs():
-                self.roll.wait(what)
+                self.membership.wait(what)
         elif self.saving_team is None:
             self._barrier.wait(what)
         elif self.saving_team.size > 1:
@@ -183,11 +183,11 @@ class AsynchronousRun(StrategyRun):
 
         They are the same on all workers. `what` names what all of them do, for messages.
         """
-        assert self.roll is not None
+        assert self.membership is not None
         if self.joining:
-            return {self.roll.member: text}
+            return {self.membership.member: text}
         with self._idle_in_all_runs():
-            return self.roll.exchange(what, text)
+            return self.membership.exchange(what, text)
 
     def raise_if_declared_lost(self) -> None:
         """Raise if this worker was declared lost. It may have been frozen, and the others continue without it."""
@@ -208,18 +208,18 @@ class AsynchronousRun(StrategyRun):
     def finish(self) -> None:
         if self._leaves:
             self._release_claims()
-            if self.roll is not None:
-                self.roll.leave()
+            if self.membership is not None:
+                self.membership.leave()
                 self._save_as_last_worker()
             self.control_channel().finish()
             return
         self._refresh_claims()
         self.control_channel().finish()
-        if self.roll is None:
+        if self.membership is None:
             self._barrier.close()
         else:
             with self._others_idle():
-                self.roll.close()
+                self.membership.close()
         self.read_final()
 
     def read_final(self) -> None:
@@ -280,7 +280,7 @@ class AsynchronousRun(StrategyRun):
         return self.world.elastic is not None and self.world.elastic.joining
 
     @property
-    def usual_workers(self) -> int:
+    def initial_workers(self) -> int:
         """The number of workers; in an elastic job the number at its start, the same for newcomers."""
         return self.world.size if self.world.elastic is None else self.world.elastic.launched
 
@@ -297,7 +297,7 @@ class AsynchronousRun(StrategyRun):
 
     def start_in_team(self) -> None:
         elastic = self.world.elastic
-        if elastic is None or self.roll is None:
+        if elastic is None or self.membership is None:
             super().start_in_team()
             return
         self.readers.open_claims = self._open_claims
@@ -307,9 +307,9 @@ class AsynchronousRun(StrategyRun):
             self.readers.place_of_team = self._place_of_team
 
     def _open_claims(self, name: str, reader: Sharded | MicroBatches) -> None:
-        elastic, roll = self.world.elastic, self.roll
+        elastic, membership = self.world.elastic, self.membership
         assert elastic is not None
-        assert roll is not None
+        assert membership is not None
         if not isinstance(reader, Sharded) or not reader.claimable:
             if self.joining:
                 raise UnsupportedError(
@@ -322,21 +322,21 @@ class AsynchronousRun(StrategyRun):
             self.world.runtime,
             name,
             elastic.limits.member,
-            roll.lost,
+            membership.lost,
             self.world.transport.timeout,
             before_epoch=self._publish_schedule,
             steps=lambda: self.stats.steps,
             flush=self._flush_all_runs,
             idle=self._idle_in_all_runs,
-            barriers=lambda: roll.number,
+            barriers=lambda: membership.number,
             stopped=self._channel.stop_requested,
             waiting=self._check_requests,
         )
 
-    def refresh_roll(self) -> None:
+    def refresh_membership(self) -> None:
         """In the background: learn which workers are present, and report and claim batches."""
-        if self.roll is not None:
-            self.roll.refresh()
+        if self.membership is not None:
+            self.membership.refresh()
         self._refresh_claims()
 
     def _refresh_claims(self) -> None:
@@ -372,7 +372,7 @@ class AsynchronousRun(StrategyRun):
             self._leaves = True
             self.close()
             elastic.leave(self.world, elastic.leave_reason)
-        return self.roll is None and super().between_steps(missed)
+        return self.membership is None and super().between_steps(missed)
 
     def _check_requests(self) -> None:
         """While this worker waits at the end of an epoch."""
@@ -407,8 +407,8 @@ class AsynchronousRun(StrategyRun):
         assert elastic is not None
         for run in (self, *self._other_runs):
             run.note_last_steps()
-            assert run.roll is not None, "newcomers are admitted"
-            run.roll.end()
+            assert run.membership is not None, "newcomers are admitted"
+            run.membership.end()
         self._save_last_checkpoint(reason)
         self._leaves = True
         self.close()
@@ -416,26 +416,26 @@ class AsynchronousRun(StrategyRun):
 
     def _save_as_last_worker(self) -> None:
         """If all workers were asked to leave: the last of them saves a checkpoint."""
-        elastic, roll = self.world.elastic, self.roll
-        if elastic is None or roll is None or self._saved_at_end or not self.saves_at_end:
+        elastic, membership = self.world.elastic, self.membership
+        if elastic is None or membership is None or self._saved_at_end or not self.saves_at_end:
             return
-        if elastic.leave_reason and roll.left_last():
+        if elastic.leave_reason and membership.left_last():
             self._save_last_checkpoint("all workers leave")
 
     def _save_last_checkpoint(self, reason: str) -> None:
-        elastic, roll = self.world.elastic, self.roll
+        elastic, membership = self.world.elastic, self.membership
         assert elastic is not None
-        assert roll is not None
+        assert membership is not None
         self._saved_at_end = True
-        elastic.save_for_later(reason, lambda: roll.took_part[:1] == [roll.member])
+        elastic.save_for_later(reason, lambda: membership.participants[:1] == [membership.member])
 
     def apply_change_of_data(self, change: TeamChange) -> None:
-        if self.roll is None:
+        if self.membership is None:
             super().apply_change_of_data(change)
 
     def team_changed(self, change: TeamChange) -> None:
         """If workers may join, `batch_read` tells the script how many are present, also those in no team."""
-        if self.roll is None:
+        if self.membership is None:
             super().team_changed(change)
         else:
             self.use_team()
@@ -446,16 +446,16 @@ class AsynchronousRun(StrategyRun):
         self._tell_number_of_workers()
         now = self.world.runtime.now()
         elastic = self.world.elastic
-        if self.roll is not None and elastic is not None and now - self._published >= PUBLISH_EVERY_S:
+        if self.membership is not None and elastic is not None and now - self._published >= PUBLISH_EVERY_S:
             self._published = now
             self._publish_schedule()
             elastic.read_leave_request()
 
     def _tell_number_of_workers(self) -> None:
         """Tell the script if the number of workers has changed."""
-        if self.roll is None or self.on_resize is None or self.roll.workers == self._team_size:
+        if self.membership is None or self.on_resize is None or self.membership.workers == self._team_size:
             return
-        old, self._team_size = self._team_size, self.roll.workers
+        old, self._team_size = self._team_size, self.membership.workers
         self.on_resize(old, self._team_size)
         self._publish_schedule()
 
@@ -480,7 +480,7 @@ class AsynchronousRun(StrategyRun):
 
         They are those for the number of workers that this one knew. A script's own are for that of the start.
         """
-        self._team_size = self.usual_workers
+        self._team_size = self.initial_workers
         text = self._channel.value(SCHEDULE_KEY)
         if text is None:
             return
@@ -508,9 +508,9 @@ class AsynchronousRun(StrategyRun):
 
     def raise_if_job_has_ended(self) -> None:
         """In a newcomer: raise if all workers have closed their runs, or are lost."""
-        if self.joining and self.roll is not None:
-            self.roll.refresh()
-            if self.roll.ended or not self.roll.present():
+        if self.joining and self.membership is not None:
+            self.membership.refresh()
+            if self.membership.ended or not self.membership.present():
                 raise WorldError("the job has ended: its workers have closed their runs, or are lost")
 
     def _refuse_to_join_one_of_several_runs(self) -> None:
@@ -522,8 +522,8 @@ class AsynchronousRun(StrategyRun):
 
     def _enter(self, place: DataPlace) -> bool:
         """In a newcomer: take part from the epoch of the others on. Returns False if they have finished this epoch."""
-        roll, elastic = self.roll, self.world.elastic
-        assert roll is not None
+        membership, elastic = self.membership, self.world.elastic
+        assert membership is not None
         assert elastic is not None
         self._refuse_to_join_one_of_several_runs()
         visit = next(reader.cursor.loads for reader in self.readers.all() if self.readers.place_of(reader) == place)
@@ -533,7 +533,7 @@ class AsynchronousRun(StrategyRun):
             self.raise_if_job_has_ended()
             if state is not None and not state.complete:
                 self.prepare_to_join()
-            if state is not None and (state.complete or not roll.join(state.barriers)):
+            if state is not None and (state.complete or not membership.join(state.barriers)):
                 return False
             if state is not None:
                 break
@@ -542,14 +542,16 @@ class AsynchronousRun(StrategyRun):
                 return False
             if runtime.now() - since > timeout_s:
                 raise PeerLostError(
-                    f"worker {roll.member} has waited {timeout_s:g} s for workers {roll.present()} to begin epoch "
-                    f"{place.epoch} of {place.reader!r}",
+                    f"worker {membership.member} has waited {timeout_s:g} s for workers {membership.present()} to "
+                    f"begin epoch {place.epoch} of {place.reader!r}",
                     pending=f"epoch {place.epoch}",
                     seconds=timeout_s,
                 )
         elastic.compare_runs()
         self._load_schedule()
         self.enter_training()
-        elastic.enter_alone(roll.present())
-        logger.warning("worker %d joins at epoch %d, with workers %s", roll.member, place.epoch, roll.present())
+        elastic.join_without_team(membership.present())
+        logger.warning(
+            "worker %d joins at epoch %d, with workers %s", membership.member, place.epoch, membership.present()
+        )
         return True

@@ -198,7 +198,7 @@ class StrategyRun(Run):
         """The `id` of every parameter that the strategy synchronises."""
         self.readers = Readers(communicator.rank, communicator.size)
         self.epoch_continues = False
-        """Whether this worker had run out of data, and data of a lost worker was dealt to it since."""
+        """Whether this worker had no more data, and has received data of a lost worker since."""
         self._counted_at_batch: int | None = None
         """`counted_steps` when the current batch was read, or awaited by a worker without data; None before."""
         self._untrained_batches = 0
@@ -544,7 +544,7 @@ class StrategyRun(Run):
     def apply_change_of_data(self, change: TeamChange) -> None:
         """Read the data with the new number of workers from the next batch on.
 
-        The batches of lost workers are dealt again, unless a complete step has counted them.
+        The batches of lost workers are distributed again, unless a complete step has counted them.
         """
         counted = self.counted_steps != self._counted_at_batch
         # In the rounds of a worker without data, the first one trains all that is left.
@@ -597,7 +597,7 @@ class StrategyRun(Run):
         return due
 
     def catch_up(self, missed: int) -> bool:
-        """Bring workers that have missed steps up to date if data was dealt to them again. Returns whether it was."""
+        """Bring workers that have missed steps up to date if they have data again. Returns whether they have."""
         elastic = self.world.elastic
         if elastic is None or not elastic.idle_after_loss:
             return False

@@ -128,7 +128,7 @@ class _AloneRun(LocalWeightsRun):
 
     @property
     def counted_steps(self) -> int:
-        """The steps: what a lost worker has trained is lost with its model, and is not dealt to the others."""
+        """The steps: the work of a lost worker is lost with its model, and its samples are not distributed again."""
         return self.progress
 
     def between_steps(self, missed: int = 0) -> bool:

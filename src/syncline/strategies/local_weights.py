@@ -215,7 +215,7 @@ class AveragingRun(LocalWeightsRun):
 
     @property
     def epoch_needs_round(self) -> bool:
-        """In an elastic job: batches since the last round could not be dealt again after the end of their epoch."""
+        """In an elastic job: batches since the last round could not be distributed again after their epoch."""
         return self.world.elastic is not None and self.has_untrained_batches
 
     def use_team(self) -> None:

@@ -114,7 +114,7 @@ class MasterRun(ParameterServerRun):
         if not self.strategy.correct_momentum:
             return rules
         # In a tree the clients of the root are the sub-masters.
-        peers = self.usual_workers if self.strategy.masters == 1 else self.strategy.masters
+        peers = self.initial_workers if self.strategy.masters == 1 else self.strategy.masters
         return [_lower_momentum(rule, peers) for rule in rules]
 
     def scale(self) -> float:

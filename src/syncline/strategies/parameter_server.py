@@ -377,8 +377,8 @@ class ParameterServerRun(AsynchronousRun):
         except DivergedError as error:  # a push does not know the step
             raise error.at_step(self.stats.steps) from None
         except PeerLostError as error:
-            if self.roll is not None:
-                self.roll.raise_if_declared_lost("waits for a server", error)
+            if self.membership is not None:
+                self.membership.raise_if_declared_lost("waits for a server", error)
             words = "" if error.peer is None else self.explain_lost(error.peer)
             if not words:
                 raise
@@ -474,8 +474,8 @@ class ParameterServerRun(AsynchronousRun):
     def _is_first_live(self) -> bool:
         if self.joining:
             return False
-        if self.roll is not None:
-            return self.roll.present()[:1] in ([], [self.roll.member])  # the last one may have left
+        if self.membership is not None:
+            return self.membership.present()[:1] in ([], [self.membership.member])  # the last one may have left
         network = self.client.network
         lost = network.transport.lost()
         return network.me == next(each for each in network.workers if network.transport.members[each] not in lost)
@@ -601,13 +601,13 @@ class ParameterServerRun(AsynchronousRun):
 
     def _writes_for_all(self) -> bool:
         """Whether this worker writes to the servers what all workers have loaded."""
-        return self.communicator.rank == 0 if self.roll is None else self._is_first_live()
+        return self.communicator.rank == 0 if self.membership is None else self._is_first_live()
 
     def set_clocks(self, clocks: list[int]) -> None:
         """Set every worker's clock. Every worker calls it, without pending requests."""
         if self.joining:
             return
-        if self.roll is not None:
+        if self.membership is not None:
             self._set_clocks_to(max(clocks))
             return
         rank = self.communicator.rank
@@ -734,7 +734,7 @@ def saved_clocks(run: AsynchronousRun, clocks: Callable[[], Sequence[int]], own:
 
     Otherwise a lost worker gets this worker's clock.
     """
-    if run.roll is not None:
+    if run.membership is not None:
         return [int(clock) for clock in run.exchange("save their clocks", str(own)).values()]
     lost = run.world.lost
     return [own if rank in lost else clock for rank, clock in enumerate(clocks())]

@@ -211,10 +211,10 @@ class Readers:
 
         Every worker that stays calls it in the same step, in the body of its loop, between two epochs, or in
         `settle_uneven` if it has run out of data. `lost` are the ranks that have not trained their shares of the
-        current global batch. They are counted in the team to which that batch was dealt, also if the team changes
-        several times in one step. Nothing is lost if the step was complete: `lost` is then empty. `steps` is the number
-        of latest global batches that are not trained yet, the current one included: more than one if gradients are
-        accumulated.
+        current global batch. They are numbered as in the team over which that batch was distributed, also if the team
+        changes several times in one step. Nothing is lost if the step was complete: `lost` is then empty. `steps` is
+        the number of latest global batches that are not trained yet, the current one included: more than one if
+        gradients are accumulated.
 
         Returns True if this worker had run out of data, and another global batch follows now. The run then completes
         the current step, catches up with the weights of the workers that had data, and raises `EpochContinues` out of

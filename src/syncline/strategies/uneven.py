@@ -173,7 +173,7 @@ class UnevenData:
     def _join_others(self) -> int:
         """Join the others' rounds until all have run out. Returns their number.
 
-        If data of a lost worker was dealt to this one meanwhile, it returns to its loop.
+        If this worker has received data of a lost worker meanwhile, it returns to its loop.
         """
         run, missed, self.waits = self._run, 0, True
         run.global_batch_begins()
@@ -196,7 +196,7 @@ class UnevenData:
     def _join_round(self) -> bool:
         """Take part in a round of the others. Returns whether any worker had data."""
         if self._run.world.elastic is not None:
-            self._run.world.elastic.round_begins()
+            self._run.world.elastic.note_idle_step()
         return self._run.join_idle()
 
     def _check_rates(self, later: int) -> None:

@@ -202,9 +202,9 @@ def _divide(
     except BaseException:  # no hook of a run that does not exist stays behind
         if teams is not None:
             teams.release()
-        divided.undo()
+        divided.roll_back()
         raise
-    divided.keep()
+    divided.commit()
     world.mesh = plan.mesh
     world.runs.append(run)
     return run

@@ -38,7 +38,7 @@ class DivisionPlan:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of parameters that are reduced apart."""
+        """The kinds of parameters that are reduced separately."""
         mesh = self.mesh
         several = mesh.data * mesh.shared > 1
         return ["whole", *(["tensor"] if mesh.tensor > 1 and several else []), *(["shared"] if mesh.shared > 1 else [])]
@@ -72,28 +72,28 @@ class MeshGroups:
     """The workers that reduce a kind of parameters. See `DivisionPlan.kinds`."""
     layer_teams: Mapping[str, LayerTeam]
     """The workers that divide layers, by axis."""
-    holders: Group
-    """The workers that together have one copy of the model."""
+    model_parallel: Group
+    """The model-parallel group: the workers that together have one copy of the model."""
     pipeline: Group
     """The workers of a pipeline; this worker alone without one."""
 
     @classmethod
     def make(cls, world: World, plan: DivisionPlan, algorithm: str) -> MeshGroups:
-        """Every worker calls it."""
+        """Make the groups. Every worker calls it."""
         mesh = plan.mesh
         data = make_data_groups(world, mesh, plan.kinds)
         teams = {
-            axis: LayerTeam(_own(world, mesh.teams(axis)), algorithm)
+            axis: LayerTeam(_make_own_group(world, mesh.teams(axis)), algorithm)
             for axis in ("tensor", "shared")
             if any(division.axis == axis for division in plan.divisions)
         }
-        pipeline = _own(world, mesh.teams("pipeline"))
-        holders = _own(world, mesh.teams("pipeline", "shared", "tensor")) if teams else pipeline
-        return cls(data, teams, holders, pipeline)
+        pipeline = _make_own_group(world, mesh.teams("pipeline"))
+        model_parallel = _make_own_group(world, mesh.teams("pipeline", "shared", "tensor")) if teams else pipeline
+        return cls(data, teams, model_parallel, pipeline)
 
 
-def _own(world: World, teams: Sequence[tuple[int, ...]]) -> Group:
-    """Make groups of all teams. Returns this worker's."""
+def _make_own_group(world: World, teams: Sequence[tuple[int, ...]]) -> Group:
+    """Make the groups of all teams. Returns the group of this worker."""
     groups = [world.group(ranks) for ranks in teams]
     return next(group for group, ranks in zip(groups, teams, strict=True) if world.rank in ranks)
 
@@ -101,7 +101,7 @@ def _own(world: World, teams: Sequence[tuple[int, ...]]) -> Group:
 def plan_mesh(model: nn.Module, specs: Sequence[DivisionSpec], workers: int, pipeline: int = 1) -> DivisionPlan:
     """Arrange the workers, and check that every layer can be divided. Sends nothing. One worker divides nothing.
 
-    Specs along "tensor" may be several, such as images and dense layers over the same workers.
+    There may be several specs along "tensor", such as images and dense layers over the same workers.
     """
     if workers == 1:
         logger.info("one worker: no layer is divided, and the model trains as it is")

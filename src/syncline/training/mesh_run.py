@@ -31,7 +31,7 @@ from syncline.reduction import Communicator
 from syncline.strategies.local_weights import called_by_grad_scaler
 from syncline.strategies.run import Steps
 from syncline.training.mesh import DivisionPlan, MeshGroups
-from syncline.training.parts_run import PartsRun
+from syncline.training.partial_model_run import PartialModelRun
 from syncline.training.team_runs import TeamRuns
 from syncline.world import Group, allgather, allreduce
 
@@ -41,13 +41,13 @@ COMPARED_BATCHES = 3
 """The number of first batches that the workers of a tensor team compare."""
 
 
-class MeshRun(PartsRun):
+class MeshRun(PartialModelRun):
     """A model in training whose layers are divided over workers. Made by `sl.distribute(…, parallel=…)`.
 
-    `model` computes with the other workers. Inside `agreed()` this worker has the whole of it.
+    `model` computes with the other workers. Inside `agreed()` this worker has the whole model.
     """
 
-    elastic_refusal = "no other worker has the part of a layer that a lost one had: leave --elastic out"
+    elastic_refusal = "no other worker has the lost worker's part of a layer: leave --elastic out"
 
     def __init__(
         self,
@@ -63,19 +63,19 @@ class MeshRun(PartsRun):
         settings = teams.first.settings
         self._scaler = next((each for each in settings.schedulers if hasattr(each, "get_scale")), None)
         self._hooks: list[Any] = [self.optimizer.register_step_pre_hook(self._check_step)]
-        self._random: _SharedRandom | None = None
+        self._random: _TeamRandomStream | None = None
         tensor_team = groups.layer_teams.get("tensor")
         if tensor_team is not None:
             data = plan.mesh.position(everyone.rank)[1:3]
-            self._random = _SharedRandom(mix_seeds(mix_seeds(settings.seed, data[0]), data[1]), self.world.device)
-            compared = _ComparedInputs(tensor_team, divided)
+            self._random = _TeamRandomStream(mix_seeds(mix_seeds(settings.seed, data[0]), data[1]), self.world.device)
+            comparison = _InputComparison(tensor_team, divided)
             self._hooks += [
-                model.register_forward_pre_hook(compared, with_kwargs=True),
+                model.register_forward_pre_hook(comparison, with_kwargs=True),
                 model.register_forward_pre_hook(self._random.enter),
                 model.register_forward_hook(self._random.leave, always_call=True),
             ]
         if self._scaler is not None:
-            self._nonfinite = _SharedNonfinite(self._holders, self._own_parameters)
+            self._nonfinite = _NonfiniteExchange(self._model_parallel_group, self._own_parameters)
             for team in divided.teams.values():
                 team.in_backward = self._nonfinite.in_backward
 
@@ -88,11 +88,11 @@ class MeshRun(PartsRun):
         return self._model_parts.counts_here(parameter)
 
     @property
-    def _holders(self) -> Group:
-        return self._groups.holders
+    def _model_parallel_group(self) -> Group:
+        return self._groups.model_parallel
 
     def _check_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._model_parts.inside:
+        if self._model_parts.is_whole:
             raise IncompatibleError("the layers are whole inside run.agreed(): train outside of it")
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None and self.mesh is not None:
             raise IncompatibleError(
@@ -193,29 +193,29 @@ class MeshRun(PartsRun):
         return f"MeshRun({self.mesh}, {self.team_run!r})"
 
 
-class _SharedRandom:
-    """Random numbers of the model's forward, the same on all workers of a tensor team: dropout of whole activations."""
+class _TeamRandomStream:
+    """The random numbers in the model's forward, such as dropout: the same on all workers of a tensor team."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
         with torch.random.fork_rng(devices=[] if self._cuda is None else [self._cuda]):
             torch.manual_seed(seed)
             self.state = self._read()
-        self._outside: list[list[Tensor]] = []
+        self._caller_states: list[list[Tensor]] = []
         """The states of the caller, one for each call in progress."""
 
     @_disable_dynamo
     def enter(self, module: nn.Module, inputs: Any) -> None:
         """A hook before the model's forward."""
-        self._outside.append(self._read())
+        self._caller_states.append(self._read())
         self._write(self.state)
 
     @_disable_dynamo
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook after the model's forward, also after an error."""
-        if self._outside:
+        if self._caller_states:
             self.state = self._read()
-            self._write(self._outside.pop())
+            self._write(self._caller_states.pop())
 
     def _read(self) -> list[Tensor]:
         return [torch.get_rng_state(), *([] if self._cuda is None else [torch.cuda.get_rng_state(self._cuda)])]
@@ -225,23 +225,23 @@ class _SharedRandom:
         if self._cuda is not None and len(state) > 1:
             torch.cuda.set_rng_state(state[1], self._cuda)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedRandom:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TeamRandomStream:
         """A copy of the model draws from the same stream, because its hooks run on all workers too."""
         return self
 
 
-class _ComparedInputs:
+class _InputComparison:
     """A hook that compares the first inputs of the model between the workers of a tensor team."""
 
     def __init__(self, team: LayerTeam, divided: DividedModel) -> None:
         self._team, self._divided = team, divided
-        self._left = COMPARED_BATCHES
+        self._remaining = COMPARED_BATCHES
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if self._left == 0 or not module.training or self._divided.inside or self._team.size == 1:
+        if self._remaining == 0 or not module.training or self._divided.is_whole or self._team.size == 1:
             return
-        self._left -= 1
+        self._remaining -= 1
         leaves = [leaf.detach().cpu() for leaf in tree_flatten((inputs, keywords))[0] if isinstance(leaf, Tensor)]
         digest = 0
         for leaf in leaves:
@@ -254,14 +254,14 @@ class _ComparedInputs:
                 "together: read the data by run.shard(loader), and let random augmentation draw the same on them"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ComparedInputs:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InputComparison:
         return self
 
 
-class _SharedNonfinite:
-    """After each backward pass: if one of the workers that hold a model has a NaN or Inf, all have one.
+class _NonfiniteExchange:
+    """Exchanges after each backward pass whether a gradient has NaN or Inf.
 
-    A GradScaler then skips the step on all of them.
+    If one worker of the model-parallel group has one, all get one. A GradScaler then skips the step on all of them.
     """
 
     def __init__(self, group: Group, parameters: Any) -> None:
@@ -279,7 +279,7 @@ class _SharedNonfinite:
     def _share(self) -> None:
         gradients = [each.grad for each in self._parameters() if each.grad is not None]
         finite = all(bool(torch.isfinite(each.sum())) for each in gradients)
-        found = allreduce(torch.tensor(0 if finite else 1), op="max", group=self._group)
-        if int(found) and finite and gradients:
+        nonfinite = allreduce(torch.tensor(0 if finite else 1), op="max", group=self._group)
+        if int(nonfinite) and finite and gradients:
             first = gradients[0]
             (first._values() if first.is_sparse else first).view(-1)[0] = torch.inf

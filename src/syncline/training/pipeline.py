@@ -287,12 +287,12 @@ def _attach(
         if teams is not None:
             teams.release()
         if divided is not None:
-            divided.undo()
-        whole.undo()
+            divided.roll_back()
+        whole.roll_back()
         raise
-    whole.keep()
+    whole.commit()
     if divided is not None:
-        divided.keep()
+        divided.commit()
     if groups.mesh is not None:
         world.mesh = groups.mesh
     world.runs.append(run)
@@ -316,7 +316,7 @@ def _make_groups(
     stages = [world.group(placement.team(each)) for each in range(placement.ranks)]
     _, data, shared, _ = plan.mesh.position(world.rank)
     seed = data * plan.mesh.shared + shared
-    return PipelineGroups(stages[rank], layers.data, layers.pipeline, layers.holders, seed, plan.mesh, layers)
+    return PipelineGroups(stages[rank], layers.data, layers.pipeline, layers.model_parallel, seed, plan.mesh, layers)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from syncline.parallel.whole_model import WholeModel
 from syncline.reduction import Communicator
 from syncline.strategies.run import Readers, Steps
 from syncline.training.mesh import MeshGroups
-from syncline.training.parts_run import PartsRun
+from syncline.training.partial_model_run import PartialModelRun
 from syncline.training.team_runs import TeamRuns
 from syncline.world import Group, allreduce, broadcast_object
 from syncline.world.mesh import Mesh
@@ -104,8 +104,8 @@ class PipelineGroups:
     """The workers that reduce a kind of parameters. See `TeamRuns`."""
     pipeline: Group
     """The workers that compute one batch, one for each stage; all if stages have different numbers of workers."""
-    holders: Group
-    """The workers that together have one copy of the model."""
+    model_parallel: Group
+    """The model-parallel group: the workers that together have one copy of the model."""
     data_position: int
     """The number of the batch that it reads, among those of a step."""
     mesh: Mesh | None
@@ -114,7 +114,7 @@ class PipelineGroups:
     """The groups that divide layers, if any are divided."""
 
 
-class PipelineRun(PartsRun):
+class PipelineRun(PartialModelRun):
     """A model in training whose layers are split over the workers. Made by `sl.pipeline`; a context manager.
 
     `step(x, y)` trains on one batch. `model` is the user's model: outside of `agreed()` this worker has only its own
@@ -370,7 +370,7 @@ class PipelineRun(PartsRun):
             )
 
     def _refuse_inside_agreed(self) -> None:
-        if self._whole.inside:
+        if self._whole.is_whole:
             raise IncompatibleError("the model is whole inside run.agreed(): train outside of it")
 
     def _stream_step(self, x: Any, y: Any) -> Tensor:
@@ -532,8 +532,8 @@ class PipelineRun(PartsRun):
         return here and whole and id(parameter) in self._whole.trained_here
 
     @property
-    def _holders(self) -> Group:
-        return self._groups.holders
+    def _model_parallel_group(self) -> Group:
+        return self._groups.model_parallel
 
     def _unscale(self, norms: Tensor) -> Tensor:
         """Divide the gradients by the scale of the GradScaler. All stages skip the step if one has NaN or Inf."""
@@ -555,14 +555,16 @@ class PipelineRun(PartsRun):
             scaler.update()
         state = scaler.state_dict()  # empty if the scaler is disabled
         own = [state["scale"], state["_growth_tracker"]] if state and trained else [0.0, 0]
-        if len(self._holders.ranks) > 1:
-            shared = allreduce(torch.tensor(own, dtype=torch.float64), op="max", group=self._holders).tolist()
+        if len(self._model_parallel_group.ranks) > 1:
+            shared = allreduce(
+                torch.tensor(own, dtype=torch.float64), op="max", group=self._model_parallel_group
+            ).tolist()
             if state and not trained and shared[0]:
                 scaler.load_state_dict({**state, "scale": shared[0], "_growth_tracker": int(shared[1])})
 
     @contextmanager
     def _without_statistics(self) -> Iterator[None]:
-        """Inside, batch norms collect no statistics: activations are computed again, or nobody trains."""
+        """Inside, batch norms collect no statistics: activations are computed again, or the model is evaluated."""
         with ExitStack() as stack:
             for norms in self._norms:
                 stack.enter_context(norms.pause())
@@ -571,7 +573,7 @@ class PipelineRun(PartsRun):
     # Lost ranks.
 
     def _with_stages(self, error: PeerLostError) -> PeerLostError:
-        """An error about a lost rank that says too which stages that rank computes, and how far this rank is."""
+        """The error about a lost rank, extended by the stages of that rank and the action of this rank."""
         if error is self._loss_of_rank:  # of a method that this one has called
             return error
         found = [str(error)]

@@ -1,4 +1,4 @@
-"""The runs of one strategy for a model in parts: parameters of one kind have a run of their own.
+"""The runs of one strategy for a divided model: one run for each kind of parameters.
 
 ```text
 mesh: data 2 x tensor 2       tensor 0          tensor 1
@@ -8,8 +8,8 @@ data 1                        worker 2          worker 3
 ```
 
 Workers 0 and 2 reduce slices that workers 1 and 3 do not have. Parameters that all four have whole are reduced in
-buckets of their own: their sums then have the same bits on workers 0 and 1, whatever the slices are. Workers 0 and 1
-are *peers*: what the group of worker 0 chooses by measurement, that of worker 1 takes over.
+separate buckets, so that their sums have the same bits on workers 0 and 1. Workers 0 and 1 are *peers*: the group of
+worker 1 uses what the group of worker 0 has chosen by a measurement.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class TeamRuns:
         if not self.several:
             return self.first.shard(data, drop_last=drop_last, **options)
         pad = bool(options.get("pad", True))
-        found = self.first.shard(data, drop_last=drop_last or pad, **options)
+        batches = self.first.shard(data, drop_last=drop_last or pad, **options)
         readers = [each for each in self.first.readers.all() if each.uneven]
         if pad and readers and self.first.communicator.size > 1:
             raise IncompatibleError(
                 "the workers that divide layers take every step together, and this data may end earlier on some "
                 "workers than on others: give a DataLoader over a dataset with a length"
             )
-        return found
+        return batches
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._inside(lambda run: run.no_sync())
@@ -130,7 +130,7 @@ class TeamRuns:
             )
 
     def restart(self, shared: Mapping[str, Any]) -> None:
-        """Take over the position of a saved run with other parts. The strategy's own state starts fresh."""
+        """Continue at the position of a saved run with other parts. The strategy's own state starts fresh."""
         self.first.readers.load_state_dict(shared["cursors"])
         for run in self.runs.values():
             run.stats.steps = int(shared["steps"])
@@ -138,8 +138,8 @@ class TeamRuns:
             run.resume_steps()
 
 
-class _CountsForFirst(Stats):
-    """The statistics of another run than the first: bytes and seconds count in those of the first."""
+class _ForwardedStats(Stats):
+    """The statistics of a run after the first: bytes and seconds are counted in the statistics of the first run."""
 
     def __init__(self, first: Stats) -> None:
         super().__init__(first.events, first.lock, first.alone)
@@ -160,13 +160,13 @@ class _CountsForFirst(Stats):
 
 def make_data_groups(world: World, mesh: Mesh, kinds: Sequence[str]) -> dict[str, Group]:
     """This worker's group for each kind of parameters. Every worker calls it, with the same kinds."""
-    found: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for kind in kinds:
         for ranks in mesh.teams(*KINDS[kind]):
             group = world.group(ranks)
             if world.rank in ranks:
-                found[kind] = group
-    return found
+                groups[kind] = group
+    return groups
 
 
 def attach_teams(
@@ -197,7 +197,7 @@ def attach_teams(
         for kind, group in groups.items():
             if not names[kind] and kind != "whole":
                 continue
-            stats = _CountsForFirst(runs["whole"].stats) if runs else None
+            stats = _ForwardedStats(runs["whole"].stats) if runs else None
             peers = None if kind == "tensor" or tensor_team is None else tensor_team.group
             communicator = Communicator(world, algorithm, codec, group=group, stats=stats, peers=peers)
             part = partial_tree(model, names[kind])

@@ -123,7 +123,7 @@ class PostedReceive:
     error: Exception | None = None
     done: bool = False
     abandoned: bool = False
-    """True if nobody waits any more: bytes that still arrive must not be written."""
+    """True if no task waits any more: bytes that still arrive must not be written."""
     event: Event | None = None
     """Created when a task has to wait. Most receives find their message in the mailbox."""
     max_bytes: int = -1

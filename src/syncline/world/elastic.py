@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ELASTIC_ENGINES",
     "DataPlace",
-    "Elastic",
     "ElasticLimits",
+    "ElasticMember",
     "RepeatableOperation",
     "RepeatedCall",
     "SingleCall",
@@ -77,16 +77,16 @@ logger = logging.getLogger("syncline")
 T = TypeVar("T")
 
 ELASTIC_VARIABLE = "SYNCLINE_ELASTIC"
-"""The least and the most workers of an elastic job, as in "2:8". Set by the launcher."""
+"""The minimum and the maximum number of workers of an elastic job, as in "2:8". Set by the launcher."""
 MEMBER_VARIABLE = "SYNCLINE_MEMBER"
 """The number of this process in an elastic job."""
 JOIN_VARIABLE = "SYNCLINE_JOIN"
 """Set if this process joins a job that trains already."""
 PROGRESS_KEY = "control/progress"
 JOB_KEY = "control/job"
-"""The version of Syncline, the transport and the key of the job, as its first worker has written them."""
+"""The store's key for the version of Syncline, the transport and the key of the job. The first worker writes it."""
 RUN_KEY = "control/run"
-"""Under it, and the number of a run, is the description of its model, optimizers, strategy and codec."""
+"""The prefix of the store's keys for the description of each run: model, optimizers, strategy and codec."""
 ELASTIC_ENGINES = {"torch_dist": "TorchConnector", "zeromq": "ZmqConnector"}
 """Transports whose members can change, each with its connector."""
 CHECK_EVERY_S = 0.25
@@ -94,20 +94,20 @@ CHECK_EVERY_S = 0.25
 REPORT_EVERY_S = 1.0
 """Seconds between two reports of a member's step."""
 MAX_ATTEMPTS = 100
-"""Teams that are formed for one change, before the world gives up: each attempt loses a member."""
+"""The number of teams that are formed for one change before the world raises an error: each attempt loses a member."""
 LEAVE_REPORT = 4096
-"""A member that leaves after a step reports this: more than all reports of newcomers, and exact in float16."""
+"""The report of a member that leaves after a step: larger than all reports of newcomers, and exact in float16."""
 SHORT_WAIT_S = 5.0
-"""After a shorter wait the others may not have noticed a newcomer in time: it then asks for a later epoch."""
+"""A newcomer that has waited for less than this may be unnoticed by the others: it then asks for a later epoch."""
 MAX_PREPARATIONS = 16
-"""How often a team connects to newcomers in the background. After that it waits until they are connected."""
+"""The number of background connections to newcomers that a team begins. After that it waits for the connection."""
 MAX_UNCHANGED_TEAMS = 3
-"""How often an operation is repeated with the same members, before the world gives up."""
+"""The number of repetitions of an operation with the same members before the world raises an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticLimits:
-    """What the launcher says about an elastic job."""
+    """The launcher's settings of an elastic job."""
 
     minimum: int
     maximum: int
@@ -169,7 +169,7 @@ def _refuse_difference(others: Mapping[str, str], own: Mapping[str, str]) -> Non
 
 
 class DataPlace(NamedTuple):
-    """Where a worker is in its data: the name of the reader, and the epoch."""
+    """The position of a worker in its data: the name of the reader, and the epoch."""
 
     reader: str
     epoch: int
@@ -191,7 +191,7 @@ class RepeatableOperation(Protocol, Generic[T]):
     """A collective operation that can be repeated with another team."""
 
     trains: bool
-    """Whether it adds a batch of each worker to the training: a batch of a lost worker is then dealt again."""
+    """Whether it adds a batch of each worker to the training: a batch of a lost worker is then distributed again."""
 
     def attempt(self) -> T:
         """Carry it out. A `PeerLostError` means that a member is lost."""
@@ -206,7 +206,7 @@ class RepeatableOperation(Protocol, Generic[T]):
         ...
 
     def adopt(self, result: Any) -> T:
-        """Take the result of another member."""
+        """Continue with the result of another member."""
         ...
 
 
@@ -221,7 +221,7 @@ class TeamGroup(Protocol):
 
 
 class TeamListener(Protocol):
-    """A run of `sl.distribute`, as far as the team concerns it."""
+    """The part of a run of `sl.distribute` that the team calls."""
 
     @property
     def elastic_refusal(self) -> str:
@@ -245,7 +245,7 @@ class TeamListener(Protocol):
         ...
 
 
-class Elastic:
+class ElasticMember:
     """One member's part in the changing team of its world."""
 
     def __init__(self, connector: TeamConnector, limits: ElasticLimits, first: int, timeout_s: float) -> None:
@@ -281,7 +281,7 @@ class Elastic:
         self._preparation: Preparation | None = None
         """The connection to newcomers in the background. In members: the same on all, between two steps."""
         self._preparations = 0
-        """How many the present team has begun."""
+        """The number of preparations that the present team has begun."""
         self._state_channel: Transport | None = None
         """The channel on which a newcomer of the present team receives the state."""
         self.idle_after_loss = False
@@ -289,8 +289,8 @@ class Elastic:
         epoch with data of a lost worker, and need the weights and the steps of the others. The same on all members,
         between two steps."""
         self.data_changed = False
-        """Whether a loss has interrupted an operation since the latest one that trains, so that batches may have been
-        dealt again. The same on all members: the operation that notices the loss may be one that does not train."""
+        """Whether a loss has interrupted an operation since the latest one that trains: batches may then have been
+        distributed again. The same on all members: an operation that does not train may notice the loss."""
         self.manual = False
         """Whether the script forms each next team itself by `form_next`, as Horovod's API does. Operations are not
         repeated, and newcomers receive no state."""
@@ -303,9 +303,9 @@ class Elastic:
         self.communicators: list[TeamGroup] = []
         """The communicators of this world, in the order in which all members make them."""
         self._batch_team = self.team
-        """The team to which the current batch was dealt."""
+        """The team over which the current batch was distributed."""
         self._reader_team = self.team
-        """The team to which the next batch is dealt."""
+        """The team over which the next batch is distributed."""
         self._postponed = False
         """Whether the data changes to the present team in the next operation, because the others are a batch ahead."""
         self._behind = False
@@ -327,7 +327,7 @@ class Elastic:
         self._reported = -REPORT_EVERY_S
         self._newcomer_seen = False
         self._descriptions: list[Mapping[str, str]] = []
-        """Of the runs that this process has made."""
+        """The descriptions of the runs that this process has made."""
 
     # The first team.
 
@@ -400,7 +400,7 @@ class Elastic:
 
     @property
     def place_in_reader_team(self) -> tuple[int, int]:
-        """This member's rank in the team to which the next batch is dealt, and the size of that team.
+        """This member's rank in the team over which the next batch is distributed, and the size of that team.
 
         It is an earlier team than the present one while the others are an operation ahead.
         """
@@ -455,7 +455,7 @@ class Elastic:
         self.formation.must_leave(self.team)
         self.leave_reason = self.leave_reason or self.formation.leave_request or self.formation.ending
 
-    def change_wanted(self) -> tuple[bool, bool]:
+    def has_pending_change(self) -> tuple[bool, bool]:
         """Whether a newcomer waits, and whether a member of the team was asked to leave. It asks the store."""
         newcomers = self.formation.waiting(self.team, self._place)
         return bool(newcomers), bool(self.formation.must_leave(self.team))
@@ -526,7 +526,7 @@ class Elastic:
             self._admission_due = reports == len(self.team.members)
 
     def _forget_newcomers(self) -> None:
-        """Look for newcomers anew, in the next step."""
+        """Forget the known newcomers: the next step looks for them again."""
         self.newcomers_known = self._newcomer_seen = self._admission_due = False
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
@@ -550,8 +550,8 @@ class Elastic:
             self._newcomer_seen = False
         self._report_progress(world, step)
 
-    def round_begins(self) -> None:
-        """This member has run out of data, and takes part in a step for which the others have read a batch."""
+    def note_idle_step(self) -> None:
+        """This member has no more data, and takes part in a step for which the others have read a batch."""
         self._batch_team = self._reader_team
 
     @property
@@ -569,7 +569,7 @@ class Elastic:
         return self.changes_team or self._others_change_team
 
     def note_own_departure(self) -> None:
-        """A step has ended. A member that is alone may leave after it: nobody has to know."""
+        """A step has ended. A member without others may leave after it, without an announcement."""
         self._departure_known |= len(self.team.members) == 1 and bool(self.leave_reason)
 
     @property
@@ -670,7 +670,7 @@ class Elastic:
                 except (PeerLostError, ProtocolError) as error:
                     logger.info("member %d: %s; the team is formed again", self.limits.member, error)
                     self._abort(world)
-                    self._be_alone(world)
+                    self._reset_to_single(world)
                     team = self.formation.wait_again(team, lambda: self._has_passed(place), self._prepare_newcomer)
         finally:
             self._inside = False
@@ -704,12 +704,12 @@ class Elastic:
                 candidate.start(0, len(self.communicators), self.introduce)
         return self._preparation is not None and self._preparation.ready
 
-    def enter_alone(self, workers: list[int]) -> None:
+    def join_without_team(self, workers: list[int]) -> None:
         """In a newcomer to an asynchronous run: take part in training, but in no team. `workers` are those present."""
         self.joining = False
         self.formation.announce(workers)
 
-    def _be_alone(self, world: World) -> None:
+    def _reset_to_single(self, world: World) -> None:
         """In a newcomer whose team could not be connected: its collectives are its own again until it enters."""
         size, runtime, timeout = world.size, self.connector.runtime, world.transport.timeout
         world.rebind(SingleTransport(runtime, timeout), Introduction((world.host,), 1))
@@ -858,7 +858,7 @@ class Elastic:
             raise WorldError("a worker joins by sl.distribute() and run.shard(), and this one has no run")
 
     def _describe_change(self, team: Team, trained: bool) -> TeamChange:
-        """The change from the team to which the current batch was dealt."""
+        """The change from the team over which the current batch was distributed."""
         old = self._batch_team.members
         lost = tuple(rank for rank, member in enumerate(old) if member not in team.members)
         return TeamChange(team.members.index(self.limits.member), len(team.members), lost, trained)

@@ -16,7 +16,7 @@ from syncline.transports import Message, Network, SimulatedConnector, SimulatedN
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.faults import Fault, Join
 from syncline.transports.simulated import job_channel
-from syncline.world.elastic import Elastic, ElasticLimits
+from syncline.world.elastic import ElasticLimits, ElasticMember
 from syncline.world.world import World, elastic_world, make_current
 
 __all__ = ["ExtraProcess", "Simulation", "simulate"]
@@ -250,7 +250,7 @@ def _start_member(
     environment = Environment(source="sl.simulate", rank=0, size=1, host=host)
     found = ElasticLimits(minimum=limits[0], maximum=limits[1], member=member, joins=start is not None)
     connector = SimulatedConnector(simulated, member, timeout, roles)
-    world = elastic_world(Elastic(connector, found, ranks, timeout), environment, check, timeout)
+    world = elastic_world(ElasticMember(connector, found, ranks, timeout), environment, check, timeout)
     make_current(world)
     result = None
     try:

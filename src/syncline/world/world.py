@@ -27,8 +27,8 @@ from syncline.transports.base import DEFAULT_TIMEOUT_S, check_ranks
 from syncline.transports.key_value_store import KeyValueStore
 from syncline.world.elastic import (
     ELASTIC_ENGINES,
-    Elastic,
     ElasticLimits,
+    ElasticMember,
     TeamListener,
     check_elastic_engine,
     compare_with_job,
@@ -134,7 +134,7 @@ class World:
         self._resources_lock = transport.runtime.lock()
         self._hidden: dict[str, str] = {}
         self._mesh: Mesh | None = None
-        self.elastic: Elastic | None = None
+        self.elastic: ElasticMember | None = None
         """The changing team of an elastic world; None if the ranks of the world are fixed."""
 
     @property
@@ -536,7 +536,7 @@ def _join_elastic(options: InitOptions, environment: Environment, limits: Elasti
         connector.close()
         raise
     world = elastic_world(
-        Elastic(connector, limits, launched, options.timeout), environment, options.check, options.timeout
+        ElasticMember(connector, limits, launched, options.timeout), environment, options.check, options.timeout
     )
     world.engine = name
     return world
@@ -558,7 +558,7 @@ def _introduce_members(
     return Introduction(tuple(hosts), lanes)
 
 
-def elastic_world(elastic: Elastic, environment: Environment, check: bool, timeout: float) -> World:
+def elastic_world(elastic: ElasticMember, environment: Environment, check: bool, timeout: float) -> World:
     """The world of a member of an elastic job."""
     connector = elastic.connector
     elastic.introduce = lambda transport, members: _introduce_members(transport, members, environment, check)

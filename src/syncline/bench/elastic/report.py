@@ -56,12 +56,12 @@ def measure(plan: ElasticPlan, folder: Path, say: Say) -> dict[str, Any]:
 def analyse(run: JobRun, plan: ElasticPlan) -> dict[str, Any]:
     """The figures of one run."""
     journals, kills = read_journals(run.journals), run.kills
-    seconds = max(run.until - run.start, 1e-9)
+    seconds = max(run.stop - run.start, 1e-9)
     synchronous = not build_strategy(strategy_of(run.schedule.strategy)).asynchronous
-    batches = count_batches(journals.values(), run.start, run.until)
-    steps = count_steps(journals.values(), run.start, run.until) if synchronous else batches
+    batches = count_batches(journals.values(), run.start, run.stop)
+    steps = count_steps(journals.values(), run.start, run.stop) if synchronous else batches
     step_s = median_step(journals.values())
-    recovered = recoveries(journals, kills, run.until)
+    recovered = recoveries(journals, kills, run.stop)
     joins = admissions(journals, kills, step_s)
     workload = build(plan.workload)
     metric, target = workload.metric, workload.defaults.target

@@ -33,7 +33,7 @@ __all__ = ["JobRun", "ProcessTable", "run_job", "unexpected_losses"]
 POLL_S = 0.05
 SAMPLE_EVERY_S = 2.0
 """Interval of the samples of memory and descriptors."""
-SAY_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 START_TIMEOUT_S = 120.0
 """Until all workers have completed a step."""
 END_TIMEOUT_S = 90.0
@@ -52,7 +52,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class JobRun:
-    """What was seen of one job from outside."""
+    """The observations of one job from outside."""
 
     schedule: RunSchedule
     folder: Path
@@ -60,9 +60,9 @@ class JobRun:
     """The exit code of the launcher; None if it had to be killed."""
     start: float = 0.0
     """When the last of the first workers had completed a step."""
-    until: float = 0.0
+    stop: float = 0.0
     problem: str | None = None
-    """Why the run was given up."""
+    """Why the run was aborted; None if it was not."""
     kills: list[VictimKill] = field(default_factory=list)
     skipped_kills: list[str] = field(default_factory=list)
     samples: dict[str, list[tuple[float, int, int]]] = field(default_factory=dict)
@@ -90,23 +90,27 @@ def run_job(plan: ElasticPlan, schedule: RunSchedule, folder: Path, say: Say) ->
     run.journals.mkdir(parents=True)
     temporary = folder / "tmp"
     temporary.mkdir()
-    with open(run.output, "wb") as output, _terminable(), _surroundings(schedule.strategy) as variables:
+    with (
+        open(run.output, "wb") as output,
+        _interrupt_on_sigterm(),
+        _contender_environment(schedule.strategy) as variables,
+    ):
         environ = {**os.environ, **variables, "TMPDIR": str(temporary.absolute())}
         launcher = subprocess.Popen(
             _command(plan, run), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environ
         )
-        watch = _Watch(plan, run, launcher, say)
+        monitor = _JobMonitor(plan, run, launcher, say)
         try:
-            watch.run()
+            monitor.run()
         finally:
-            watch.clean_up()
+            monitor.clean_up()
     # torch makes a cache folder of its own
     run.left_files = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     return run
 
 
-def _surroundings(spec: str) -> contextlib.AbstractContextManager[Mapping[str, str]]:
-    """What a job needs besides its launcher. Yields environment variables."""
+def _contender_environment(spec: str) -> contextlib.AbstractContextManager[Mapping[str, str]]:
+    """Start what a contender needs besides its launcher. Yields environment variables for the job."""
     if not is_contender(spec):
         return contextlib.nullcontext({})
     from syncline.bench.elastic.torchft_worker import CONTENDERS
@@ -115,8 +119,8 @@ def _surroundings(spec: str) -> contextlib.AbstractContextManager[Mapping[str, s
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """End as after Ctrl-C, with all processes, if this process gets SIGTERM."""
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM to this process acts as Ctrl-C, so that all processes of the job end too."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -164,8 +168,8 @@ def _settings(plan: ElasticPlan, run: JobRun) -> ScriptSettings:
     )
 
 
-class _Watch:
-    """Watches one job from its start to its end, and kills its processes."""
+class _JobMonitor:
+    """Observes one job from its start to its end, and kills its processes on the schedule."""
 
     def __init__(self, plan: ElasticPlan, run: JobRun, launcher: subprocess.Popen[bytes], say: Say) -> None:
         self._plan = plan
@@ -173,49 +177,49 @@ class _Watch:
         self._launcher = launcher
         self._say = say
         self._table = ProcessTable(launcher.pid, run.journals)
-        self._gone: set[int] = set()
+        self._attacked: set[int] = set()
         """Process ids that were killed or frozen."""
-        self._sampled = self._said = -1e9
+        self._sampled_at = self._reported_at = -1e9
 
     def run(self) -> None:
         """Wait for the start, kill on the schedule, and wait for the end."""
         run, plan = self._run, self._plan
-        until = time.monotonic() + START_TIMEOUT_S
-        while not self._ended() and len(self._table.trained()) < plan.workers:
-            if time.monotonic() > until:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._poll_end() and len(self._table.trained()) < plan.workers:
+            if time.monotonic() > deadline:
                 run.problem = f"the workers did not all complete a step within {START_TIMEOUT_S:.0f} s"
                 return
         run.start = time.monotonic()
-        run.until = run.start + run.schedule.seconds
-        due = list(run.schedule.kill_times)
-        while not self._ended() and time.monotonic() < run.until:
-            if due and time.monotonic() >= run.start + due[0]:
-                self._kill(due.pop(0))
+        run.stop = run.start + run.schedule.seconds
+        kill_times = list(run.schedule.kill_times)
+        while not self._poll_end() and time.monotonic() < run.stop:
+            if kill_times and time.monotonic() >= run.start + kill_times[0]:
+                self._kill(kill_times.pop(0))
             self._sample()
         if self._launcher.poll() is not None:
             run.problem = "the job ended before its time"
             return
-        run.until = time.monotonic()
+        run.stop = time.monotonic()
         run.stop_file.touch()
-        until = time.monotonic() + END_TIMEOUT_S
-        while not self._ended():
-            if time.monotonic() > until:
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while not self._poll_end():
+            if time.monotonic() > deadline:
                 run.problem = f"the job did not end within {END_TIMEOUT_S:.0f} s"
                 return
 
-    def _ended(self) -> bool:
+    def _poll_end(self) -> bool:
         """Wait a moment; return whether the launcher has ended."""
         try:
             self._launcher.wait(POLL_S)
         except subprocess.TimeoutExpired:
-            self._table.note()
+            self._table.update()
             return False
         return True
 
-    def _kill(self, due: float) -> None:
+    def _kill(self, kill_time: float) -> None:
         """Kill or freeze a random process, if enough others are left.
 
-        The draw depends on the seed, the round and the time: it takes the worker at the same place in every job.
+        The choice depends on the seed, the round and the time, so every job loses the worker at the same place.
         """
         trained = {member: pid for member, pid in self._table.trained().items() if self._lives(pid)}
         candidates = {}
@@ -225,31 +229,33 @@ class _Watch:
                 if self._lives(workers[member]) and set(trained) - {member}:
                     candidates[f"rank {member}"] = workers[member]
         if self._plan.kill != "workers":
-            candidates |= self._servers_to_kill()
+            candidates |= self._killable_servers()
         if not candidates:
-            self._run.skipped_kills.append(f"at {due:g} s: too few other workers with state, or servers, are running")
+            self._run.skipped_kills.append(
+                f"at {kill_time:g} s: too few other workers with state, or servers, are running"
+            )
             return
-        rng = random.Random(f"{self._plan.seed} {self._run.schedule.turn} {due}")
+        rng = random.Random(f"{self._plan.seed} {self._run.schedule.turn} {kill_time}")
         name = rng.choice(list(candidates))
         pid = candidates[name]
-        self._gone.add(pid)
+        self._attacked.add(pid)
         self._run.kills.append(VictimKill(time.monotonic(), name, pid))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP if self._plan.lost == "freeze" else signal.SIGKILL)
 
-    def _servers_to_kill(self) -> dict[str, int]:
+    def _killable_servers(self) -> dict[str, int]:
         servers = {pid: age for pid, age in self._table.servers().items() if self._lives(pid)}
         if len(servers) < self._plan.servers or min(servers.values()) < SERVER_SETTLE_S:
             return {}
         return {f"server process {pid}": pid for pid in sorted(servers)}
 
     def _lives(self, pid: int) -> bool:
-        return pid not in self._gone and self._table.lives(pid)
+        return pid not in self._attacked and self._table.lives(pid)
 
     def _sample(self) -> None:
         now = time.monotonic()
-        if now - self._sampled >= SAMPLE_EVERY_S:
-            self._sampled = now
+        if now - self._sampled_at >= SAMPLE_EVERY_S:
+            self._sampled_at = now
             programs = {"launcher": self._launcher.pid}
             programs |= {f"rank {member}": pid for member, pid in self._table.workers().items() if self._lives(pid)}
             programs |= {f"server process {pid}": pid for pid in self._table.servers()}
@@ -258,8 +264,8 @@ class _Watch:
                     usage = (now - self._run.start, resident_bytes(pid), len(os.listdir(f"/proc/{pid}/fd")))
                     self._run.samples.setdefault(name, []).append(usage)
             self._run.max_zombies = max(self._run.max_zombies, self._table.zombies())
-        if now - self._said >= SAY_EVERY_S:
-            self._said = now
+        if now - self._reported_at >= REPORT_EVERY_S:
+            self._reported_at = now
             living = sum(self._lives(pid) for pid in self._table.workers().values())
             self._say(
                 f"{self._run.schedule.name}: {now - self._run.start:.0f} of {self._run.schedule.seconds:g} s, "
@@ -274,10 +280,10 @@ class _Watch:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._launcher.wait(CLEAN_UP_TIMEOUT_S)
         self._run.code = self._launcher.returncode
-        runtime, until = RealRuntime(), time.monotonic() + LEFT_TIMEOUT_S
+        runtime, deadline = RealRuntime(), time.monotonic() + LEFT_TIMEOUT_S
         while True:
-            left = [pid for pid in sorted(self._table.seen) if self._table.lives(pid)]
-            if not left or time.monotonic() > until:
+            left = [pid for pid in sorted(self._table.start_times) if self._table.lives(pid)]
+            if not left or time.monotonic() > deadline:
                 self._run.left_processes = left
                 return
             runtime.sleep(POLL_S)
@@ -293,11 +299,11 @@ class ProcessTable:
         self._places: dict[int, int] = {}
         self._trained: set[int] = set()
         self._server_since: dict[int, float] = {}
-        self.seen: dict[int, str] = {}
-        """All processes of the job that were seen, each with its start time: a process id may be used again."""
+        self.start_times: dict[int, str] = {}
+        """The start time of every process of the job, by process id. The system may use a process id again."""
 
-    def note(self) -> None:
-        """Read which processes there are."""
+    def update(self) -> None:
+        """Read the journals of new workers, and record their processes."""
         for path in self._journals.iterdir():
             member = int(path.stem.partition("-")[2])
             if member in self._trained:
@@ -311,16 +317,16 @@ class ProcessTable:
                 self._places[member], self._pids[member] = int(found[1]), int(found[2])
             if len(lines) > 2 and not lines[1].startswith(b"{"):
                 self._trained.add(member)
-        self._see([self._launcher, *self._pids.values()])
+        self._record([self._launcher, *self._pids.values()])
 
-    def _see(self, pids: Iterable[int]) -> None:
+    def _record(self, pids: Iterable[int]) -> None:
         for pid in pids:
-            self.seen.setdefault(pid, process_stat(pid)[1])
+            self.start_times.setdefault(pid, process_stat(pid)[1])
 
     def lives(self, pid: int) -> bool:
-        """Whether a process that was seen still runs."""
+        """Whether a recorded process still runs."""
         state, started = process_stat(pid)
-        return state not in ("", "Z", "X") and started == self.seen.get(pid)
+        return state not in ("", "Z", "X") and started == self.start_times.get(pid)
 
     def workers(self) -> dict[int, int]:
         """The process ids of all workers so far, by member."""
@@ -339,7 +345,7 @@ class ProcessTable:
         now = time.monotonic()
         found = [pid for pid in descendants(self._launcher) if SERVER_MODULE in command_line(pid).split("\0")]
         self._server_since = {pid: self._server_since.get(pid, now) for pid in found}
-        self._see(found)
+        self._record(found)
         return {pid: now - since for pid, since in self._server_since.items()}
 
     def zombies(self) -> int:
@@ -375,7 +381,7 @@ def command_line(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process, and theirs."""
+    """The children of a process, and their descendants."""
     try:
         children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

@@ -9,7 +9,7 @@ hvd.elastic.run(train)(state)
 ```
 
 In a job with a fixed number of workers a lost one ends the training. In an elastic job (`horovodrun --min-np`, or
-`syncline run --elastic`) the others form the next team at the reset (`Elastic.form_next`).
+`syncline run --elastic`) the others form the next team at the reset (`ElasticMember.form_next`).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _requested_change() -> int:
     world = context().world if is_initialized() else None
     if world is None or world.elastic is None or world.rank != 0:
         return 0
-    added, removed = world.elastic.change_wanted()
+    added, removed = world.elastic.has_pending_change()
     return ADDED * added | REMOVED * removed
 
 

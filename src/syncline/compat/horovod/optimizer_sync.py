@@ -221,7 +221,7 @@ class GradientSync(OptimizerSync):
         self._gradients: GradientReducer | None = None
         self._loss_name = f"the loss of {min(named, default='')}"
         self.watched = {id(parameter) for parameter in parameters}
-        self._take_over()
+        self._close_older()
         if process_set.included():
             try:
                 self._attach(named, codec if process_set.size() > 1 or encodes_alone else None)
@@ -305,7 +305,7 @@ class GradientSync(OptimizerSync):
             self._communicator.group.release()  # no rank waits for reductions in flight
         self._communicator = None
 
-    def _take_over(self) -> None:
+    def _close_older(self) -> None:
         """Close older optimizers of the same parameters: only the newest reduces a gradient."""
         for other in self._others():
             if other.watched & self.watched:

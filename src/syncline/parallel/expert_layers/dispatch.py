@@ -37,7 +37,7 @@ from syncline.parallel.team import LayerTeam
 __all__ = ["Dispatch", "TeamExchange", "build_row_codec", "dispatch", "expert_capacity"]
 
 NO_GRADIENTS, NOT_NEEDED, NEEDED = range(3)
-"""What a worker says about gradients: it runs under torch.no_grad; nothing here needs one; something does."""
+"""The state of gradients on a worker: it runs under torch.no_grad; no tensor needs a gradient; some tensor does."""
 SEED_BITS = 31
 
 
@@ -85,7 +85,7 @@ def dispatch(experts: Tensor, count: int, capacity: int) -> Dispatch:
 
 
 def build_row_codec(codec: Codec | str | None) -> PayloadCodec | None:
-    """The codec of rows on the wire. One that keeps something between steps is refused: rows are other tokens then."""
+    """The codec of rows on the wire. A codec that keeps state between steps is refused: later rows are other tokens."""
     built = build_codec(codec)
     if built is None:
         return None
@@ -138,15 +138,15 @@ class TeamExchange:
                 "runs a layer of experts in training mode, the second in evaluation mode; call train() or eval() on all"
             )
 
-    def _agree(self, wishes: Sequence[int]) -> bool:
-        without = [rank for rank, wish in enumerate(wishes) if wish == NO_GRADIENTS]
-        if NEEDED in wishes and without:
+    def _agree(self, gradient_states: Sequence[int]) -> bool:
+        without = [rank for rank, wish in enumerate(gradient_states) if wish == NO_GRADIENTS]
+        if NEEDED in gradient_states and without:
             raise IncompatibleError(
-                f"workers {wishes.index(NEEDED)} and {without[0]} of a team of {self._team.size} differ: the first "
-                "needs gradients of its tokens, and the second runs under torch.no_grad and would miss the exchanges "
-                "of backward; run the same passes on all workers"
+                f"workers {gradient_states.index(NEEDED)} and {without[0]} of a team of {self._team.size} differ: the "
+                "first needs gradients of its tokens, and the second runs under torch.no_grad and would miss the "
+                "exchanges of backward; run the same passes on all workers"
             )
-        return NEEDED in wishes
+        return NEEDED in gradient_states
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Send rows to the workers of their experts. Returns the rows for this worker's experts, sorted by expert."""

@@ -2,7 +2,7 @@
 
     y = Σ over the chosen experts i:  G(x)_i · expert_i(x)
 
-The gates are in `gate.py`. `dispatch.py` has the way of the tokens, also to experts on other workers.
+The gates are in `gate.py`. `dispatch.py` sends the tokens to their experts, also on other workers.
 """
 
 from __future__ import annotations

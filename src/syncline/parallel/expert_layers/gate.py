@@ -37,7 +37,7 @@ from syncline.errors import SpecError
 __all__ = ["ExpertGate", "NoisyTopK", "Routing", "SwitchGate", "expected_load", "squared_variation", "top_weights"]
 
 MIN_NOISE = 1e-2
-"""The least standard deviation of the noise."""
+"""The smallest standard deviation of the noise."""
 VARIATION_EPSILON = 1e-10
 """Added to the squared mean, so that the variation of zeros is zero."""
 

@@ -45,7 +45,7 @@ from syncline.transports.base import format_bytes
 __all__ = ["pipedream", "pipedream_for_network", "predict_partition"]
 
 SUM_FACTOR, MAX_FACTOR = 4, 2
-"""What an all-reduce moves at a worker's port, in multiples of (m − 1)/m · w: with full duplex only what it sends."""
+"""The bytes of an all-reduce at a worker's port, in multiples of (m − 1)/m · w: with full duplex only sent bytes."""
 
 
 def pipedream(
@@ -231,13 +231,13 @@ class _PartitionSearch:
     """
 
     def __init__(
-        self, states: GraphStates, network: list[_Level], setting: _SearchSetting, *, least_memory: bool = False
+        self, states: GraphStates, network: list[_Level], setting: _SearchSetting, *, minimize_memory: bool = False
     ) -> None:
         self.states = states
         self.network = network
         self.setting = setting
-        self._least_memory = least_memory
-        """Minimise the memory of the stage that needs most, instead of the time of the slowest stage."""
+        self._least_memory = minimize_memory
+        """Whether to minimise the largest memory of a stage, instead of the time of the slowest stage."""
         self._tables: dict[tuple[int, Fraction], Matrix] = {}
 
     def best(self) -> float:
@@ -479,7 +479,7 @@ def _refusal(profile: ModelProfile, search: _PartitionSearch, workers: int) -> s
     """Why there is no partition, and which limit would allow one."""
     limit = search.setting.memory_bytes or math.inf
     setting = replace(search.setting, memory_bytes=None)
-    least = _PartitionSearch(search.states, search.network, setting, least_memory=True).best()
+    least = _PartitionSearch(search.states, search.network, setting, minimize_memory=True).best()
     return (
         f"no partition of {len(profile.layers)} layers over {workers} workers needs at most memory_bytes="
         f"{format_bytes(round(limit))} on each; the smallest needs {format_bytes(math.ceil(least))}: use a smaller "

@@ -9,7 +9,7 @@ worker 1 needs        1 2 3 4             row 1 from worker 0, row 4 from worker
 worker 2 needs            3 4 5 6 f       row 3 from worker 1
 ```
 
-In backward the gradient of a received row goes back to its owner, who adds it.
+In backward the gradient of a received row is sent back to its owner, which adds it.
 """
 
 from __future__ import annotations

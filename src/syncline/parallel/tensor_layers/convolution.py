@@ -108,7 +108,7 @@ class ChannelNorm:
 
 
 class ConvolutionDivision(LayerDivision):
-    """What divisions of convolutions have in common."""
+    """The base of the divisions of convolutions."""
 
     def __init__(self, name: str, module: nn.Module, *, gathers: bool = False, slices_input: bool = False) -> None:
         super().__init__(name, module)

@@ -343,7 +343,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _attend(
     layer: Any, heads: Sequence[Tensor], mask: Tensor | None, causal: bool, need_weights: bool, team: LayerTeam
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of this worker's heads. Each worker drops others of its weights."""
+    """Attention of this worker's heads. Each worker draws its own dropout mask."""
     query, key, value = heads
     dropout = layer.dropout if layer.training else 0.0
     if mask is not None:

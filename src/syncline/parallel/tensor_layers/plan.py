@@ -76,7 +76,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class _RoleKind:
-    """What a role applies to, and what may stand before and after it."""
+    """The modules that a role applies to, and the words that may stand before and after it."""
 
     types: tuple[type[nn.Module], ...]
     before: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ KINDS = {
 
 
 def default_plan(model: nn.Module) -> TensorPlan:
-    """The plan of a model that none was given for: its attribute `tensor_plan`, or that of torch's transformer layers.
+    """The plan of a model if the user gives none: its attribute `tensor_plan`, or that of torch's transformer layers.
 
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
     >>> default_plan(model).roles
@@ -264,7 +264,7 @@ def _vocabulary(
 
 
 def _read(name: str, role: object) -> tuple[str, str, str]:
-    """A role, what stands before it, and what stands after it."""
+    """A role, and the words before and after it."""
     forms = ", ".join(map(repr, KINDS))
     if not isinstance(role, str):
         raise SpecError(f"the role of {name} is {role!r}: it must be sl.parallel.Heads(…) or one of {forms}")
@@ -315,7 +315,7 @@ def _check_nested(divisions: Mapping[str, LayerDivision]) -> None:
 
 
 def _check_rest_of_attention(divisions: Mapping[str, LayerDivision], roles: Mapping[str, tuple[str, Role]]) -> None:
-    """Refuse parameters inside an attention module of which nobody says whether they compute on divided heads."""
+    """Refuse parameters inside an attention module if no role says whether they compute on divided heads."""
     for division in [each for each in divisions.values() if isinstance(each, HeadsDivision)]:
         known = [each for each in (*divisions, *roles) if each != division.name]
         for path, _ in division.module.named_parameters(remove_duplicate=False):

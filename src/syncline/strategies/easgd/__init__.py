@@ -26,7 +26,7 @@ from syncline.strategies.base import Preset, RunSettings, StrategyRun, check_cou
 from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
 from syncline.strategies.easgd.synchronous import DEFAULT_TOTAL_PULL, HOSTS, ElasticRun, groups_within
 from syncline.strategies.parameter_server import ParameterServerStrategy, ServerOptions
-from syncline.world.elastic import Elastic
+from syncline.world.elastic import ElasticMember
 
 __all__ = ["EASGD"]
 
@@ -120,7 +120,7 @@ class EASGD(ParameterServerStrategy):
         """The α of a centre with so many workers."""
         return DEFAULT_TOTAL_PULL / workers if self.alpha is None else self.alpha
 
-    def _check_elastic(self, elastic: Elastic | None) -> None:
+    def _check_elastic(self, elastic: ElasticMember | None) -> None:
         """Refuse what cannot follow another number of workers."""
         if elastic is None:
             return

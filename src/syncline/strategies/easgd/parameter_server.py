@@ -47,7 +47,7 @@ class ServerElasticRun(ReplicaRun):
         super().setup()
         elastic = self.world.elastic
         self.several_workers = self.communicator.size > 1 or elastic is not None
-        if elastic is None or self.roll is None:
+        if elastic is None or self.membership is None:
             self.groups = groups_of(self.world, self.strategy.centres)
             self.alpha = self.strategy.alpha_in(self.groups, self.communicator.rank)
         else:  # the centre must not jump beyond the workers when all that may join are there

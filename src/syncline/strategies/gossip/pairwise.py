@@ -472,7 +472,7 @@ class PairwiseRun(AsynchronousRun):
                 "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
             )
         model, optimizer, world = self.model, self.optimizer, self.world
-        self.graph = build_graph(self.strategy.graph, self.usual_workers)
+        self.graph = build_graph(self.strategy.graph, self.initial_workers)
         self._team_graph: tuple[tuple[int, ...], Graph] = ((), self.graph)
         """In an elastic job: the present workers, and their graph."""
         self._names = trained(model)
@@ -506,14 +506,14 @@ class PairwiseRun(AsynchronousRun):
         network = server_network(self.world).transport
         self.open_channel(self._load_weights, network)
         self.raise_if_job_has_ended()
-        roll = self.roll
-        assert roll is not None, "newcomers are admitted"
+        membership = self.membership
+        assert membership is not None, "newcomers are admitted"
         channel = network.split_by_key(f"gossip {self._channel.number}")
-        self.peers = PairwisePeers(channel, state, self.snapshot.numel(), self.stats, roll.present())
-        self.peers.on_joined = roll.refresh
-        roll.on_read = self._follow_roll
-        self._channel.on_refresh = self.refresh_roll
-        self._channel.report_steps(0)  # from now on the roll is read in the background
+        self.peers = PairwisePeers(channel, state, self.snapshot.numel(), self.stats, membership.present())
+        self.peers.on_joined = membership.refresh
+        membership.on_read = self._follow_membership
+        self._channel.on_refresh = self.refresh_membership
+        self._channel.report_steps(0)  # from now on the membership log is read in the background
 
     @property
     def config(self) -> dict[str, Any]:
@@ -556,7 +556,7 @@ class PairwiseRun(AsynchronousRun):
         distance = peers.average(peer)
         self.stats.reduced(began, now(), f"an average with rank {peer}")
         if distance is not None:  # of two random workers: 2·p/(p−1) times the squared distance from the mean
-            size = self.communicator.size if self.roll is None else 1 + len(peers.others())
+            size = self.communicator.size if self.membership is None else 1 + len(peers.others())
             self.stats.consensus = distance * math.sqrt((size - 1) / (2 * size))
 
     def _end_average(self) -> None:
@@ -577,7 +577,7 @@ class PairwiseRun(AsynchronousRun):
     def _draw(self, peers: PairwisePeers) -> int | None:
         """A random neighbour that this worker may ask; if all of them are lost, any worker."""
         rank, alive = peers.channel.rank, peers.others()
-        drawn = self.graph.neighbours(rank) if self.roll is None else self._present_neighbours(rank, alive)
+        drawn = self.graph.neighbours(rank) if self.membership is None else self._present_neighbours(rank, alive)
         neighbours = {peer: weight for peer, weight in drawn.items() if comes_before(rank, peer)}
         if not neighbours:
             return None
@@ -633,7 +633,7 @@ class PairwiseRun(AsynchronousRun):
         if self.peers is not None:
             with self.peers.lock:
                 self._publish_buffers(self.peers)
-        if self.roll is None:
+        if self.membership is None:
             super().show_agreed()
         elif not self.joining:
             self.wait_for_all("enter agreed()")
@@ -644,16 +644,16 @@ class PairwiseRun(AsynchronousRun):
 
         A worker that is lost counts only if all others have its state.
         """
-        peers, roll = self.peers, self.roll
+        peers, membership = self.peers, self.membership
         assert peers is not None
-        assert roll is not None
-        states = peers.exchange_states(roll.number, roll.alive, what)
-        counted = roll.agree(what, states)
+        assert membership is not None
+        states = peers.exchange_states(membership.number, membership.alive, what)
+        counted = membership.agree(what, states)
         if not counted or not states.keys() >= set(counted):
             raise PeerLostError(
-                f"worker {roll.member} has the weights of workers {sorted(states)}, and the others take the mean of "
-                f"{counted}: they count this worker as lost",
-                peer=roll.member,
+                f"worker {membership.member} has the weights of workers {sorted(states)}, and the others take the "
+                f"mean of {counted}: they count this worker as lost",
+                peer=membership.member,
                 pending=what,
             )
         rows = [states[each] for each in counted]
@@ -709,7 +709,7 @@ class PairwiseRun(AsynchronousRun):
     def finish(self) -> None:
         self._end_average()
         self.absorb()
-        if self.roll is not None:
+        if self.membership is not None:
             super().finish()
             return
         self._channel.finish()
@@ -745,13 +745,13 @@ class PairwiseRun(AsynchronousRun):
             f"({', '.join(GRAPHS)}) and no servers, or leave --restart out"
         )
 
-    def _follow_roll(self) -> None:
+    def _follow_membership(self) -> None:
         """Reply to workers that have joined, and ask lost ones no more. Several tasks may call it."""
-        peers, roll = self.peers, self.roll
-        if peers is None or roll is None:
+        peers, membership = self.peers, self.membership
+        if peers is None or membership is None:
             return
-        lost = roll.lost()
-        if roll.member in lost:
+        lost = membership.lost()
+        if membership.member in lost:
             peers.close()  # the others continue without this worker
             return
         peers.add(each for each in self._channel.members if each not in lost)
@@ -760,16 +760,16 @@ class PairwiseRun(AsynchronousRun):
                 peers.forget(peer, lost[peer])
 
     def _raise_if_lost(self) -> None:
-        """Raise if this worker was declared lost. With a roll it asks the store only then."""
-        if self.roll is None:
+        """Raise if this worker was declared lost. In an elastic job it asks the store only then."""
+        if self.membership is None:
             self.raise_if_declared_lost()
         elif self.peers is not None and self.peers.closed:
-            self.roll.alive()
+            self.membership.alive()
 
     @property
     def counted_steps(self) -> int:
         """In an elastic job: the steps that others have a part of, if there are others."""
-        if self.roll is None or self.peers is None:
+        if self.membership is None or self.peers is None:
             return super().counted_steps
         return self._steps_mixed if self.peers.others() else self._steps_absorbed
 
@@ -796,19 +796,19 @@ class PairwiseRun(AsynchronousRun):
 
     def prepare_to_join(self) -> None:
         """Take the weights and the buffers of one worker. Only then may others average with this one."""
-        peers, roll = self.peers, self.roll
+        peers, membership = self.peers, self.membership
         assert peers is not None
-        assert roll is not None
+        assert membership is not None
         runtime, timeout_s = self.world.runtime, peers.channel.timeout
         since = runtime.now()
         for _ in poll(runtime):
             self.raise_if_job_has_ended()
-            source = next((each for each in roll.present() if each in peers.others()), None)
+            source = next((each for each in membership.present() if each in peers.others()), None)
             if source is None:  # those that this worker has lost are soon lost for all
                 if runtime.now() - since > timeout_s:
                     raise PeerLostError(
-                        f"worker {roll.member} has reached none of the workers {roll.present()} in {timeout_s:g} s, "
-                        "and needs the weights of one",
+                        f"worker {membership.member} has reached none of the workers {membership.present()} in "
+                        f"{timeout_s:g} s, and needs the weights of one",
                         pending="the weights of another worker",
                         seconds=timeout_s,
                     )

@@ -535,7 +535,7 @@ class TorchTransport(Transport):
     def failure(
         self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, no_deadline: bool = False
     ) -> Exception:
-        if self.liveness.elastic:  # the members form a team, which decides who is lost
+        if self.liveness.elastic:  # the members form a team, which decides which members are lost
             return self._broken(peer, pending, seconds, cause)
         text = str(cause).lower()
         timed_out = "timed out" in text or "timeout" in text

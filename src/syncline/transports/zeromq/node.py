@@ -172,7 +172,7 @@ class IOLoop:
     def _wait_for_driver(self, operation: Waitable, until: float, pending: Callable[[], str]) -> None:
         """Wait until the driver has completed the operation or has released the sockets."""
         if self.is_driver:
-            raise WorldError(f"{self.name} would wait for {pending()} while it deals with a message")
+            raise WorldError(f"{self.name} would wait for {pending()} while it handles a message")
         with self._lock:
             background = self.driver == "background"
             if background:
@@ -300,7 +300,7 @@ class Node:
         self.runtime = runtime
         self.membership = membership
         self.elastic = elastic
-        """Whether the members form teams. Then the teams decide who is lost, and not the membership log."""
+        """Whether the members form teams. Then the teams decide which members are lost, and not the membership log."""
         self.broken_links: dict[int, str] = {}
         """In an elastic job: members whose connection to this one broke, each with the reason."""
         self.control_store = control_store
@@ -694,7 +694,7 @@ class Node:
 
     def announce_loss(self, rank: int, reason: str) -> None:
         """Lose a peer, and post it so that all ranks name the same one."""
-        if self.elastic:  # the next team decides who continues
+        if self.elastic:  # the next team decides which members continue
             self.broken_links[rank] = reason
         if rank in self.membership.gone or self.elastic:
             self.lose(rank, reason)

@@ -333,7 +333,7 @@ class ZmqTeamTransport(ZmqTransport):
         return self.node.peer_lost(None, ABORTED, pending, 0.0)
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
-        """The error names a member that is known to be lost, without a search: the next team decides who is.
+        """The error names a member that is known to be lost, without a search: the next team decides which are lost.
 
         A failed wait ends the channel: the others must not take a message of the next operation for one of this.
         """

@@ -1,4 +1,4 @@
-"""`PartsRun`: what pipelines and divided layers have in common: each worker trains a part of the model."""
+"""`PartialModelRun`: the base of pipelines and of divided layers. Each worker trains a part of the model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from syncline.training.team_runs import TeamRuns
 from syncline.world import Group, TeamChange, allreduce
 from syncline.world.mesh import Mesh
 
-__all__ = ["PartsRun"]
+__all__ = ["PartialModelRun"]
 
 logger = logging.getLogger("syncline")
 
 
-class PartsRun(Run):
-    """A run in which no worker trains the whole model. Each part has teams of workers that a strategy synchronises."""
+class PartialModelRun(Run):
+    """A run in which each worker trains a part of the model. A strategy synchronises the workers that have one part."""
 
     elastic_refusal: ClassVar[str]
-    """Why it cannot continue with other workers."""
+    """Why the run cannot continue with a different number of workers."""
 
     def __init__(
         self, model: nn.Module, teams: TeamRuns, everyone: Communicator, mesh: Mesh | None, divided: DividedModel | None
@@ -52,12 +52,12 @@ class PartsRun(Run):
     @property
     @abstractmethod
     def _layout(self) -> dict[str, Any]:
-        """What must be the same for the strategy's own state to be loaded."""
+        """The arrangement of the model. The strategy's own state is loaded only if it is the same."""
 
     @property
     @abstractmethod
-    def _holders(self) -> Group:
-        """The workers that together have one copy of the model."""
+    def _model_parallel_group(self) -> Group:
+        """The model-parallel group: the workers that together have one copy of the model."""
 
     @abstractmethod
     def _counts(self, parameter: nn.Parameter) -> bool:
@@ -81,7 +81,7 @@ class PartsRun(Run):
                 gradient = parameter.grad.coalesce()._values() if parameter.grad.is_sparse else parameter.grad
                 norm = torch.linalg.vector_norm(gradient.to(wide_dtype(gradient.dtype)))
                 squares[number] = norm.double().square()
-        group = self._holders
+        group = self._model_parallel_group
         found: Tensor = allreduce(squares, op="sum", group=group) if len(group.ranks) > 1 else squares
         return found.sqrt()
 
@@ -101,7 +101,7 @@ class PartsRun(Run):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether each worker trains at its own pace: never."""
+        """Whether workers train without waiting for each other: never."""
         return False
 
     @property
@@ -121,7 +121,7 @@ class PartsRun(Run):
 
     @property
     def _leaves_out_incomplete_batches(self) -> bool:
-        """Whether all workers must train on as many batches of the same size."""
+        """Whether all workers must train on the same number of batches of one size."""
         return False
 
     def shard(

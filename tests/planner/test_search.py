@@ -1,0 +1,71 @@
+"""The search: all plans, memory as a constraint, the same order every time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from syncline.errors import SpecError
+from syncline.planner.cluster import read_cluster
+from syncline.planner.layer_costs import DescribedCosts
+from syncline.planner.models import build_model
+from syncline.planner.prediction import StepPredictor
+from syncline.planner.search import PlanSearch, RankedPlans, SearchSettings
+
+MAX_SEARCH_S = 5.0
+
+
+def search(model: str, cluster: str, batch: int, **settings: object) -> RankedPlans:
+    here = read_cluster(cluster)
+    predictor = StepPredictor(DescribedCosts(build_model(model), here.device), here)
+    return PlanSearch(predictor, SearchSettings(batch=batch, **settings)).run()  # type: ignore[arg-type]
+
+
+def test_a_thousand_ranks_in_five_seconds_and_the_same_order_twice() -> None:
+    question = ("gpt(layers=32, hidden=4096)", "128 hosts x 8 a100, 400gbit", 4096)
+    begin = time.process_time()
+    first = search(*question, optimizer="adam-mixed")
+    assert time.process_time() - begin < MAX_SEARCH_S
+    assert first.tried > 500
+    second = search(*question, optimizer="adam-mixed")
+    assert [(str(each.plan), each.seconds) for each in first.plans] == [
+        (str(each.plan), each.seconds) for each in second.plans
+    ]
+
+
+def test_every_plan_fits_the_memory_and_uses_all_ranks() -> None:
+    found = search("gpt(layers=32, hidden=4096)", "4 hosts x 8 a100-40g, 400gbit", 256, optimizer="adam-mixed")
+    assert found.refused > 0
+    assert all(each.memory.total <= 40e9 and each.plan.ranks == 32 and each.plan.batch == 256 for each in found.plans)
+    seconds = [each.seconds for each in found.plans]
+    assert min(seconds) >= 0.98 * found.best.seconds
+    assert {each.plan.recomputation for each in found.plans} > {"full"}
+
+
+def test_a_plan_that_cannot_fit_says_by_how_much() -> None:
+    with pytest.raises(
+        SpecError, match=r"no plan fits: .* needs .* 16 GB, of which 14.7 GB .* too much; most of it is"
+    ):
+        search("gpt(layers=32, hidden=8192)", "1 hosts x 4 v100", 32, optimizer="adam-mixed")
+
+
+def test_a_batch_that_cannot_be_divided() -> None:
+    with pytest.raises(SpecError, match=r"a batch of 7 cannot be divided among 8 ranks.* a batch of 8 can"):
+        search("mlp([64, 10])", "1 hosts x 8 v100", 7)
+    with pytest.raises(SpecError, match="the batch is 0"):
+        search("mlp([64, 10])", "1 hosts x 8 v100", 0)
+
+
+def test_large_models_are_divided_and_small_ones_are_not() -> None:
+    small = search("resnet(50)", "4 hosts x 8 v100, 100gbit", 2048, optimizer="momentum").best.plan
+    assert (small.tensor, small.pipeline) == (1, 1)
+    large = search("gpt(96, 12288)", "64 hosts x 8 a100, 800gbit", 1536, optimizer="adam-mixed").best.plan
+    assert large.tensor * large.pipeline >= 32
+
+
+def test_a_codec_is_taken_only_if_it_gains() -> None:
+    slow = search("vgg(16)", "8 hosts x 1 v100, 1gbit", 256, optimizer="momentum", codecs=("topk(0.01)",))
+    assert slow.best.plan.codec == "topk(0.01)"
+    fast = search("resnet(50)", "1 hosts x 8 v100", 512, optimizer="momentum", codecs=("topk(0.01)",))
+    assert fast.best.plan.codec is None

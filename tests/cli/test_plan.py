@@ -23,7 +23,7 @@ def test_a_described_model_on_a_described_cluster(tmp_path: Path, capsys: pytest
     table = printed.split("\n\n")[1].splitlines()
     assert len(table) == 4
     assert re.search(r"limit: .* limits it", printed)
-    assert "interval: residuals of 62 published steps" in printed
+    assert "interval: residuals of 62 published steps of GPT" in printed
     assert "note: storage is not described" in printed
     answer = json.loads(file.read_text())
     assert len(answer["plans"]) == answer["tried"] - answer["do_not_fit"]

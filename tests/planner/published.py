@@ -47,6 +47,29 @@ def vtrain_steps() -> tuple[tuple[str, MeasuredStep], ...]:
     return tuple(found)
 
 
+@cache
+def vtrain_single_host_steps() -> tuple[MeasuredStep, ...]:
+    """vTrain's steps of small models on 1 to 8 GPUs of one host."""
+    found = []
+    with (DATA / "vtrain_single_node.csv").open(encoding="utf-8") as file:
+        for row in list(csv.reader(file))[1:]:
+            _, batch, micro, hidden, heads, layers, sequence, tensor, data, pipeline = map(int, row[:10])
+            plan = TrainingPlan(
+                data=data,
+                tensor=tensor,
+                pipeline=pipeline,
+                micro_batch=micro,
+                micro_batches=batch // data // micro,
+                recomputation="full",
+                optimizer="adam-mixed",
+                overlap=False,
+                scattered=True,
+            )
+            model = f"gpt({layers}, {hidden}, heads={heads}, sequence={sequence})"
+            found.append(MeasuredStep(model, 1, plan, float(row[10]) / 1e3))
+    return tuple(found)
+
+
 def vtrain_cluster(hosts: int) -> Cluster:
     """vTrain's machines."""
     return read_cluster(f"{hosts} hosts x 8 a100, 800gbit")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import SpecError
-from syncline.planner.cluster import read_cluster
+from syncline.planner.cluster import HOSTS, read_cluster
 from syncline.planner.devices import DEVICES
 
 
@@ -24,6 +24,15 @@ def test_a_ring_over_all_ranks_of_a_host_uses_all_its_cards() -> None:
     assert cluster.neighbour(8, 4).bandwidth == whole / 8  # all devices send to the next stage
     assert cluster.neighbour(2, 4).slowest == "host"
     assert cluster.neighbour(2, 8).bandwidth == whole / 2
+
+
+def test_named_hosts_bring_their_devices_and_cards() -> None:
+    cluster = read_cluster("4 dgx-2h, storage 1GB/s")
+    assert (cluster.size, cluster.device.name, cluster.levels[1].bandwidth) == (64, "v100-32g", 100e9)
+    assert read_cluster("2 racks x 4 dgx-1, racks 100gbit").size == 64
+    assert all(read_cluster(f"2 {name}").size == 2 * host.devices for name, host in HOSTS.items())
+    with pytest.raises(SpecError, match="given twice"):
+        read_cluster("4 dgx-1, 100gbit")
 
 
 def test_racks_limit_groups_that_cross_them() -> None:

@@ -11,6 +11,7 @@ import pytest
 from syncline.parallel.partition import ModelProfile, pipedream
 from syncline.planner.calibration import (
     A100_TRANSFORMERS,
+    A100_TRANSFORMERS_ONE_HOST,
     DESCRIBED,
     MEASURED,
     MeasuredStep,
@@ -20,11 +21,10 @@ from syncline.planner.calibration import (
     residual_factors,
 )
 from syncline.planner.cluster import read_cluster
-from syncline.planner.devices import DEVICES
 from syncline.planner.search import INDISTINCT
 from syncline.planner.target import read_curve
 from tests.planner.accuracy import ZERO_BUBBLE, tables
-from tests.planner.published import SCALING_ROWS, vtrain_cluster, vtrain_steps
+from tests.planner.published import SCALING_ROWS, vtrain_cluster, vtrain_single_host_steps, vtrain_steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,8 @@ def rank_agreement(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def test_vtrain_predicts_a_size_that_was_not_calibrated() -> None:
-    found = calibrate(vtrain_cluster, steps_of("3.6", "175"))
+    start = {"launch_s": dict(A100_TRANSFORMERS.efficiencies)["launch_s"]}
+    found = calibrate(vtrain_cluster, steps_of("3.6", "175"), start=start)
     for name, value in A100_TRANSFORMERS.efficiencies:
         assert dict(found.efficiencies)[name] == pytest.approx(value, rel=0.01), name
     held = steps_of("18.4")
@@ -52,7 +53,7 @@ def test_vtrain_predicts_a_size_that_was_not_calibrated() -> None:
     assert sum(errors) / len(errors) < 0.05
     assert max(errors) < 0.10
     # 11 of the 15 lie within 15 % of each other, so the order is harder than the errors. 0.9 is not reached.
-    assert rank_agreement(predicted, published) > 0.65
+    assert 0.7 < rank_agreement(predicted, published) < 0.9
     every = [step for _, step in vtrain_steps()]
     together = predict_steps(vtrain_cluster, every, dict(found.efficiencies))
     assert rank_agreement(together, [step.seconds for step in every]) > 0.97
@@ -61,6 +62,23 @@ def test_vtrain_predicts_a_size_that_was_not_calibrated() -> None:
     low, high = A100_TRANSFORMERS.factors
     inside = [low <= b / a <= high for a, b in zip(predicted, published, strict=True)]
     assert sum(inside) / len(inside) >= 0.7
+
+
+def test_small_models_on_one_host() -> None:
+    """Only launch_s was fitted to them, and only to every eighth."""
+    steps = vtrain_single_host_steps()
+    fitted = calibrate(
+        vtrain_cluster, steps[::8], names=("launch_s",), start=dict(A100_TRANSFORMERS.efficiencies)
+    ).efficiencies
+    assert dict(fitted)["launch_s"] == pytest.approx(dict(A100_TRANSFORMERS.efficiencies)["launch_s"], rel=0.05)
+    predicted = predict_steps(vtrain_cluster, steps, dict(A100_TRANSFORMERS.efficiencies))
+    held = [place for place in range(len(steps)) if place % 8]
+    errors = sorted(abs(predicted[place] / steps[place].seconds - 1) for place in held)
+    assert sum(errors) / len(errors) < 0.085
+    assert errors[-1] < 0.36
+    factors = residual_factors([math.log(steps[place].seconds / predicted[place]) for place in held])
+    assert factors == pytest.approx(A100_TRANSFORMERS_ONE_HOST.factors, abs=0.01)
+    assert rank_agreement([predicted[place] for place in held], [steps[place].seconds for place in held]) > 0.98
 
 
 def test_a_tensor_team_on_two_hosts_uses_all_their_cards() -> None:
@@ -87,17 +105,16 @@ def test_data_parallel_rows_from_their_smallest_scale() -> None:
 
 def test_intervals_are_the_residuals_of_published_rows() -> None:
     counted = [row for row in SCALING_ROWS if not row.bad]
-    assert residual_factors([math.log(1 + row.error) for row in counted]) == pytest.approx(
-        MEASURED.factors, abs=0.005
-    )
+    assert residual_factors([math.log(1 + row.error) for row in counted]) == pytest.approx(MEASURED.factors, abs=0.005)
     described = [
         math.log(row.throughput(row.scales[0][0], 1.0) / row.scales[0][1]) for row in counted if "fp8" not in row.name
     ]
     assert residual_factors(described) == pytest.approx(DESCRIBED.factors, abs=0.01)
     assert (MEASURED.rows, DESCRIBED.rows) == (len(counted), len(described))
-    assert calibration_for(DEVICES["a100"], True) is A100_TRANSFORMERS
-    assert calibration_for(DEVICES["v100"], True) is DESCRIBED
-    assert calibration_for(DEVICES["a100"], None) is MEASURED
+    assert calibration_for(read_cluster("2 hosts x 8 a100, 100gbit"), True) is A100_TRANSFORMERS
+    assert calibration_for(read_cluster("1 hosts x 8 a100"), True) is A100_TRANSFORMERS_ONE_HOST
+    assert calibration_for(read_cluster("1 hosts x 8 v100"), True) is DESCRIBED
+    assert calibration_for(read_cluster("1 hosts x 8 a100"), None) is MEASURED
 
 
 def test_plans_that_cannot_be_told_apart_differ_less_than_the_median_error() -> None:

@@ -109,7 +109,7 @@ def answer_request(request: PlanRequest) -> PlanAnswer:
         raise SpecError("the time to a target needs both: --epochs, the curve, and --samples, the samples of an epoch")
     cluster = read_cluster(request.cluster)
     costs, model = _costs(request, cluster)
-    calibration = calibration_for(cluster.device, None if model is None else model.transformer is not None)
+    calibration = calibration_for(cluster, None if model is None else model.transformer is not None)
     if model is not None:
         cluster = calibration.apply(cluster)
         costs = DescribedCosts(model, cluster.device)

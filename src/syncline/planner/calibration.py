@@ -2,8 +2,10 @@
 
 The parameters are physical and few, whatever the number of rows:
 
-    matrix_efficiency, half_flops, memory_efficiency, launch_s                of the device
+    matrix_efficiency, half_flops, memory_efficiency                          of the device
     link_efficiency, network_efficiency, crossing_efficiency                  of the network
+
+Small models on one host determine launch_s, large ones on many hosts the others: `names` says which are fitted.
 
 The fit minimises Σ min(|ln(predicted / measured)|, 0.3): a bad run counts as much as any other row that is 35 % off, so
 it does not move the fit. The search is a deterministic pattern search. An interval is made of the residuals: 80 % of
@@ -13,7 +15,7 @@ the rows lie between their 10 % and 90 % quantiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from syncline.errors import SpecError
@@ -26,6 +28,7 @@ from syncline.planner.prediction import StepPredictor
 
 __all__ = [
     "A100_TRANSFORMERS",
+    "A100_TRANSFORMERS_ONE_HOST",
     "DESCRIBED",
     "MEASURED",
     "DeviceCalibration",
@@ -42,7 +45,6 @@ PARAMETERS = (
     "matrix_efficiency",
     "half_flops",
     "memory_efficiency",
-    "launch_s",
     "link_efficiency",
     "network_efficiency",
     "crossing_efficiency",
@@ -106,25 +108,32 @@ def predict_steps(
     return found
 
 
-def calibrate(cluster: Callable[[int], Cluster], steps: Sequence[MeasuredStep], source: str = "") -> DeviceCalibration:
-    """Fit the efficiencies to measured steps.
+def calibrate(
+    cluster: Callable[[int], Cluster],
+    steps: Sequence[MeasuredStep],
+    *,
+    names: Sequence[str] = PARAMETERS,
+    start: Mapping[str, float] | None = None,
+    source: str = "",
+) -> DeviceCalibration:
+    """Fit the efficiencies `names` to measured steps. `start` has other values than the device's to begin with.
 
     Raises:
         SpecError: if there are fewer steps than parameters.
     """
-    if len(steps) < len(PARAMETERS):
-        raise SpecError(f"{len(steps)} measured steps cannot determine {len(PARAMETERS)} efficiencies")
+    if len(steps) < len(names):
+        raise SpecError(f"{len(steps)} measured steps cannot determine {len(names)} efficiencies")
     device = cluster(steps[0].hosts).device
-    values = {name: float(getattr(device, name)) for name in PARAMETERS}
+    values = {name: float(getattr(device, name)) for name in names} | dict(start or {})
 
     def loss(candidate: dict[str, float]) -> float:
         residuals = _residuals(predict_steps(cluster, steps, candidate), steps)
         return math.fsum(min(abs(each), MAX_RESIDUAL) for each in residuals)
 
     best, step = loss(values), FIRST_STEP
-    while step > LAST_STEP:
+    while step > LAST_STEP:  # a step that finds no better value is halved
         moved = False
-        for name in PARAMETERS:
+        for name in names:
             for factor in (math.exp(step), math.exp(-step)):
                 value = values[name] * factor
                 candidate = {**values, name: min(1.0, value) if name in SHARES else value}
@@ -174,37 +183,46 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 A100_TRANSFORMERS = DeviceCalibration(
     efficiencies=(
-        ("matrix_efficiency", 0.836),
-        ("half_flops", 7.72e9),
-        ("memory_efficiency", 0.779),
-        ("launch_s", 8e-6),
-        ("link_efficiency", 0.861),
-        ("network_efficiency", 0.93),
-        ("crossing_efficiency", 0.469),
+        ("matrix_efficiency", 0.816),
+        ("half_flops", 1.241e10),
+        ("memory_efficiency", 0.883),
+        ("launch_s", 3.32e-5),
+        ("link_efficiency", 0.883),
+        ("network_efficiency", 0.951),
+        ("crossing_efficiency", 0.493),
     ),
-    factors=(0.885, 1.096),
-    rows=47,
-    source="residuals of 62 published steps of GPT on A100 (vTrain), each model size predicted from the other two",
+    factors=(0.93, 1.083),
+    rows=62,
+    source="residuals of 62 published steps of GPT on 64 to 512 A100, each model size predicted from the other two",
 )
-"""Fitted to vTrain's rows of 3.6B and 175B parameters."""
+"""Fitted to vTrain's rows of 3.6B and 175B parameters; launch_s to every eighth of its rows on one host."""
+A100_TRANSFORMERS_ONE_HOST = replace(
+    A100_TRANSFORMERS,
+    factors=(0.878, 1.14),
+    rows=960,
+    source="residuals of 960 published steps of small GPTs on 1 to 8 A100 of one host",
+)
+"""The same efficiencies. The host's time to start kernels counts more with few devices and small models."""
 DESCRIBED = DeviceCalibration(
     efficiencies=(),
-    factors=(0.83, 1.546),
+    factors=(0.83, 1.535),
     rows=25,
     source="residuals of 25 published steps on A100, H100, V100, P100 and K80, predicted from descriptions alone",
 )
 """For devices and models without a calibration: the datasheet, and the same efficiencies for all devices."""
 MEASURED = DeviceCalibration(
     efficiencies=(),
-    factors=(0.955, 1.083),
+    factors=(0.958, 1.083),
     rows=27,
     source="residuals of 27 published scaling rows, predicted from the computation measured at the smallest scale",
 )
 """For measured profiles: only communication and waiting are predicted."""
 
 
-def calibration_for(device: Device, transformer: bool | None) -> DeviceCalibration:
-    """The calibration of a device. `transformer`: whether the described model is one; None: a measured profile."""
+def calibration_for(cluster: Cluster, transformer: bool | None) -> DeviceCalibration:
+    """The calibration of a cluster. `transformer`: whether the described model is one; None: a measured profile."""
     if transformer is None:
         return MEASURED
-    return A100_TRANSFORMERS if transformer and device.name.startswith("a100") else DESCRIBED
+    if not transformer or not cluster.device.name.startswith("a100"):
+        return DESCRIBED
+    return A100_TRANSFORMERS if cluster.hosts > 1 else A100_TRANSFORMERS_ONE_HOST

@@ -33,9 +33,9 @@ from syncline.planner.devices import DEVICES, Device
 from syncline.planner.quantities import format_size, read_duration, read_rate, read_size
 from syncline.specs import nearest
 
-__all__ = ["Cluster", "NetworkLevel", "RankGroup", "read_cluster"]
+__all__ = ["HOSTS", "Cluster", "NetworkLevel", "RankGroup", "read_cluster"]
 
-HOST_LATENCY_S = 5e-6
+HOST_LATENCY_S = 15e-6
 """Seconds of a message between devices of a host, if the description does not say."""
 NETWORK_LATENCY_S = 20e-6
 """Seconds of a message between hosts, if the description does not say."""
@@ -190,12 +190,33 @@ class Cluster:
         return f"{hosts} ({self.size} devices{'; ' + rates if rates else ''})"
 
 
+@dataclass(frozen=True)
+class DescribedHost:
+    """A host that can be bought or rented: its devices, its network, and where that is written."""
+
+    devices: int
+    device: str
+    network: str
+    source: str
+
+
+HOSTS = {
+    "dgx-a100": DescribedHost(8, "a100", "8 x 200gbit", "NVIDIA DGX A100, datasheet: 8 HDR cards for computation"),
+    "dgx-h100": DescribedHost(8, "h100", "8 x 400gbit", "NVIDIA DGX H100, datasheet: 8 NDR cards for computation"),
+    "dgx-1": DescribedHost(8, "v100", "4 x 100gbit", "NVIDIA DGX-1 with V100, datasheet: 4 EDR cards"),
+    "dgx-2h": DescribedHost(16, "v100-32g", "8 x 100gbit", "NVIDIA DGX-2H, datasheet: 8 EDR cards"),
+    "p2.8xlarge": DescribedHost(8, "k80", "10gbit", "Amazon EC2, instance types"),
+    "p3.16xlarge": DescribedHost(8, "v100", "25gbit", "Amazon EC2, instance types"),
+    "p4d.24xlarge": DescribedHost(8, "a100-40g", "400gbit", "Amazon EC2, instance types"),
+}
+"""Hosts by name."""
+
 COUNT = re.compile(r"(\d+)\s+(rack|host|node|machine)s?$", re.IGNORECASE)
 DEVICE_COUNT = re.compile(r"(\d+)\s+(\S+)$")
 
 
 def read_cluster(text: str | Path) -> Cluster:
-    """Read a description such as "16 hosts x 8 a100, 100gbit", the name of a described cluster, or a TOML file.
+    """Read a description such as "16 hosts x 8 a100, 100gbit" or "16 dgx-a100", or a TOML file.
 
     After the hosts and devices come, in any order: the rate of a host's network (`100gbit`, `8 x 200gbit` for 8 cards),
     `inside 300GB/s` (a device, to the others of its host), `racks 400gbit` (a rack), `latency 20us`, `storage 2GB/s` (a
@@ -241,6 +262,11 @@ class _ClusterText:
     def _head(self, head: str) -> tuple[int, int, int, Device]:
         counts = {"rack": 1, "host": 0}
         *units, last = re.split(r"\s+x\s+", head)
+        named = DEVICE_COUNT.fullmatch(last.strip())
+        if named is not None and named[2].lower() in HOSTS:
+            host = HOSTS[named[2].lower()]
+            self._part(host.network)
+            units, last = [*units, f"{named[1]} hosts"], f"{host.devices} {host.device}"
         for unit in units:
             match = COUNT.fullmatch(unit.strip())
             if match is None:

@@ -49,7 +49,7 @@ class Device:
     matrix_efficiency: float = 0.72
     half_flops: float = 2e9
     memory_efficiency: float = 0.8
-    launch_s: float = 8e-6
+    launch_s: float = 3e-5
     """Seconds in which the host starts one kernel."""
     link_efficiency: float = 0.8
     network_efficiency: float = 0.8

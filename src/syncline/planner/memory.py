@@ -13,7 +13,8 @@ Each rank keeps them for its layers and for the micro-batches between forward an
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+import math
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from syncline.planner.models import TransformerShape
@@ -52,7 +53,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """All kinds."""
-        return float(sum(astuple(self)))
+        return math.fsum(getattr(self, each.name) for each in fields(self))
 
     def by_kind(self) -> list[tuple[str, float]]:
         """Kinds that are not empty, the largest first."""

@@ -64,6 +64,24 @@ def test_large_models_are_divided_and_small_ones_are_not() -> None:
     assert large.tensor * large.pipeline >= 32
 
 
+def test_strategies_are_compared() -> None:
+    specs = ("allreduce", "local(period=8)", "bsp(servers=1)", "ssp(2)", "downpour", "gossip", "fsdp")
+    found = search("vgg(16)", "8 hosts x 1 v100, 10gbit", 256, optimizer="momentum", strategies=specs)
+    whole = {each.plan.strategy: each for each in found.plans if each.plan.data == 8 and each.plan.micro_batch == 32}
+    assert set(whole) == {"allreduce", "local", "bsp", "ssp", "downpour", "gossip", "fsdp"}
+    # A period of 8 exchanges weights an eighth as often, but not during the backward.
+    once = whole["allreduce"].exchange_s
+    assert whole["local"].parts["reduction"] == pytest.approx(once / 8, rel=0.05)
+    # One server sends and receives for 8 hosts, 8 servers share that.
+    assert whole["bsp"].parts["reduction"] == pytest.approx(8 * whole["ssp"].parts["reduction"], rel=0.01)
+    assert whole["downpour"].parts["waiting"] == 0 < whole["ssp"].parts["waiting"]
+    assert whole["fsdp"].memory.total < whole["allreduce"].memory.total
+    with pytest.raises(SpecError, match="allreduce takes no arguments"):
+        search("vgg(16)", "1 hosts x 8 v100", 256, strategies=("allreduce(3)",))
+    with pytest.raises(SpecError, match="period is 0"):
+        search("vgg(16)", "1 hosts x 8 v100", 256, strategies=("local(period=0)",))
+
+
 def test_a_codec_is_taken_only_if_it_gains() -> None:
     slow = search("vgg(16)", "8 hosts x 1 v100, 1gbit", 256, optimizer="momentum", codecs=("topk(0.01)",))
     assert slow.best.plan.codec == "topk(0.01)"

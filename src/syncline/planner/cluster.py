@@ -133,14 +133,6 @@ class Cluster:
         """The number of hosts."""
         return self.size // self.devices_per_host
 
-    def with_hosts(self, hosts: int) -> Cluster:
-        """The same cluster with another number of hosts. It must not have racks."""
-        if len(self.levels) < 2:
-            raise SpecError(f"the cluster has one host and no network, so it cannot be planned with {hosts} hosts")
-        if len(self.levels) > 2:
-            raise SpecError("a cluster with racks: write the number of racks and hosts in its description")
-        return replace(self, levels=(self.levels[0], replace(self.levels[1], members=hosts)))
-
     def group(self, size: int, *, stride: int) -> RankGroup:
         """The group of `size` ranks whose numbers differ by `stride`; all such groups communicate at the same time."""
         known = self._groups.get((size, stride))

@@ -18,7 +18,7 @@ masked half too).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -148,12 +148,6 @@ class ModelWork:
     def at_precision(self, precision: Precision) -> ModelWork:
         """The same model in another precision."""
         return replace(self, precision=precision)
-
-    def unrolled(self) -> Iterator[LayerWork]:
-        """All layers one by one."""
-        for layer in self.layers:
-            for _ in range(layer.copies):
-                yield layer
 
 
 def build_model(text: str) -> ModelWork:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from syncline.errors import SpecError
-from syncline.specs import nearest
+from syncline.specs import nearest, parse
 
-__all__ = ["OPTIMIZERS", "OptimizerBytes", "TrainingPlan"]
+__all__ = ["OPTIMIZERS", "OptimizerBytes", "TrainingPlan", "pipeline_s", "read_strategy"]
 
 Recomputation = Literal["none", "selective", "full"]
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
@@ -98,6 +98,8 @@ class TrainingPlan:
         ):
             if getattr(self, key) not in known:
                 raise SpecError(f"unknown {key} {getattr(self, key)!r}; {nearest(str(getattr(self, key)), known)}")
+        if type(self.servers) is not int or self.servers < 0:
+            raise SpecError(f"servers is {self.servers!r}; it must be a whole number, at least 1")
         if self.chunks > 1 and self.schedule != "interleaved":
             raise SpecError(f"{self.schedule} has one stage a rank, not {self.chunks} chunks: use 'interleaved'")
         if self.schedule == "interleaved" and self.micro_batches % self.pipeline:
@@ -168,6 +170,29 @@ class TrainingPlan:
 
     def _schedule_text(self) -> str:
         return f"interleaved(chunks={self.chunks})" if self.schedule == "interleaved" else self.schedule
+
+
+ARGUMENTS = {"local": ("period",), "bsp": ("servers",), "ssp": ("slack", "servers"), "downpour": ("servers",)}
+"""Arguments of strategies. The slack of ssp bounds staleness; it does not change the mean time of a step."""
+
+
+def read_strategy(text: str) -> dict[str, Any]:
+    """The fields of a plan for a strategy's spec.
+
+    >>> read_strategy("local(period=8)")
+    {'strategy': 'local', 'period': 8}
+    """
+    links = parse(text)
+    spec = links[0]
+    if len(links) != 1 or spec.name not in STRATEGIES:
+        raise SpecError(f"unknown strategy {text!r}; {nearest(spec.name, STRATEGIES)}")
+    known = ARGUMENTS.get(spec.name, ())
+    if len(spec.args) > 1 or any(key not in known for key in spec.kwargs) or (spec.args and not known):
+        takes = f"takes {' and '.join(known)}" if known else "takes no arguments here"
+        raise SpecError(f"strategy {text!r}: {spec.name} {takes}")
+    values = {**dict(zip(known, spec.args, strict=False)), **spec.kwargs}
+    values.pop("slack", None)
+    return {"strategy": spec.name, **values}
 
 
 def pipeline_s(

@@ -24,7 +24,7 @@ from functools import cached_property
 
 from syncline.errors import SpecError
 from syncline.planner.cluster import Cluster, RankGroup
-from syncline.planner.layer_costs import LayerTime, ModelCosts, StageLayers, cut_stages
+from syncline.planner.layer_costs import ModelCosts, StageLayers, cut_stages
 from syncline.planner.memory import RankMemory, rank_memory
 from syncline.planner.plans import ASYNCHRONOUS, SERVED, TrainingPlan, pipeline_s
 
@@ -60,9 +60,6 @@ class PredictedStep:
     """Of the rank with the most."""
     matrix_share: float | None = None
     """The share of the device's peak that the matrix products reach. None: not known."""
-    flops: float = 0.0
-    """FLOPs of the model in one step, without recomputation."""
-    stage_s: tuple[float, ...] = ()
     exchange_s: float = 0.0
     """Seconds of the exchange of gradients, exposed or not."""
     factors: tuple[float, float] = field(default=(1.0, 1.0), compare=False)
@@ -129,8 +126,7 @@ class StepPredictor:
     def memory(self, plan: TrainingPlan) -> RankMemory:
         """The memory of the rank with the most."""
         stages = self.stages(plan)
-        places = {0, len(stages) - 1, min(1, len(stages) - 1)}
-        return max((rank_memory(plan, stages[place], place) for place in sorted(places)), key=lambda each: each.total)
+        return max((rank_memory(plan, stages[n], n) for n in _distinct(stages)), key=lambda each: each.total)
 
     def predict(self, plan: TrainingPlan) -> PredictedStep:
         """Predict one step of a plan.
@@ -173,7 +169,6 @@ class StepPredictor:
             parts=parts,
             memory=self.memory(plan),
             matrix_share=_matrix_share(stages[slowest]),
-            stage_s=tuple(whole),
             exchange_s=exchange,
             factors=self.factors,
         )
@@ -271,7 +266,8 @@ class StepPredictor:
             return seconds, seconds, codec_s(nbytes) / plan.period
         # The last backward of the first stage ends the step; other stages have reduced by then, unless they are larger.
         total = exposed = codec = 0.0
-        for place, stage in {0: stages[0], len(stages) - 1: stages[-1]}.items():
+        for place in _distinct(stages):
+            stage = stages[place]
             nbytes = plan.sent_gradient_bytes * stage.parameters
             taken, left = self._reduce(plan, stage, message, scale)
             early = 0.0 if place == 0 else math.fsum(scale * each.backward_s for each in stages[:place])
@@ -373,7 +369,7 @@ class StepPredictor:
                 seconds += count * (max(forward, gather) - forward + max(backward, 2 * gather) - backward)
                 spent += 3 * count * gather
             exposed, total = max(exposed, seconds + 2 * first), max(total, spent)
-        return total, exposed, 0.0
+        return plan.micro_batches * total, plan.micro_batches * exposed, 0.0
 
     def input_s(self, plan: TrainingPlan) -> float:
         """Seconds in which a host's storage delivers the samples of a step. 0: not described."""
@@ -384,13 +380,14 @@ class StepPredictor:
         return plan.batch * self.costs.sample_bytes / min(per_host, self.cluster.hosts) / storage
 
 
+def _distinct(stages: Sequence[StageLayers]) -> Sequence[int]:
+    """Stages that differ. Of repeated blocks, the first two and the last one: those between are like the second."""
+    repeated = any(layer.copies > 1 for layer, _ in stages[0].layers)
+    return sorted({0, min(1, len(stages) - 1), len(stages) - 1}) if repeated else range(len(stages))
+
+
 def _matrix_share(stage: StageLayers) -> float | None:
     """The share of the peak that the matrix products of a stage reach, weighted by their seconds."""
     known = [(layer.matrix_share, count * layer.forward_s) for layer, count in stage.layers if layer.matrix_share]
     total = math.fsum(seconds for _, seconds in known)
     return math.fsum(share * seconds for share, seconds in known) / total if total else None
-
-
-def layer_seconds(layers: Sequence[LayerTime]) -> float:
-    """Forward and backward of all layers."""
-    return math.fsum(layer.copies * (layer.forward_s + layer.backward_s) for layer in layers)

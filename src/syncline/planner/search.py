@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from syncline.errors import SpecError
 from syncline.planner.cluster import Cluster
 from syncline.planner.layer_costs import ModelCosts
-from syncline.planner.plans import RECOMPUTATIONS, TrainingPlan, divisors
+from syncline.planner.plans import RECOMPUTATIONS, TrainingPlan, divisors, read_strategy
 from syncline.planner.prediction import PredictedStep, StepPredictor
 from syncline.planner.quantities import format_size
 
@@ -47,6 +47,8 @@ class SearchSettings:
     """The fields that are not searched."""
 
     def __post_init__(self) -> None:
+        for strategy in self.strategies:
+            read_strategy(strategy)
         if type(self.batch) is not int or self.batch < 1:
             raise SpecError(f"the batch is {self.batch!r}; it must be a whole number, at least 1")
 
@@ -141,9 +143,9 @@ class PlanSearch:
         """Schedules of a pipeline, strategies and codecs of data parallelism."""
         for scheduled in self._schedules(plan):
             for strategy in self.settings.strategies if plan.data > 1 else ("allreduce",):
-                chosen = replace(scheduled, strategy=strategy)
+                chosen = replace(scheduled, **read_strategy(strategy))
                 yield chosen
-                if plan.data > 1 and strategy == "allreduce":
+                if plan.data > 1 and chosen.strategy == "allreduce":
                     for codec in self.settings.codecs:
                         yield replace(chosen, codec=codec)
 

@@ -82,3 +82,12 @@ def test_options_of_other_tools_get_a_hint(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main([*GPT, "1 hosts x 8 a100", "--gpus=8"])
     assert 'write --cluster "16 hosts x 8 a100, 100gbit"' in capsys.readouterr().err
+
+
+def test_a_profile_gets_the_choice_of_pipedreams_partitioner(capsys: pytest.CaptureFixture[str]) -> None:
+    """The stages that PipeDream's code has for VGG-16 on four machines."""
+    assert main(["plan", PROFILE, "--cluster", "4 hosts x 1 a100, 10gbit", "--batch", "512"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"pipedream's partitioner, .* chooses 3-1, cut before \S+: \d+.* samples/s \(all-reduce after", printed
+    )

@@ -26,7 +26,7 @@ def player(name: str) -> PipelineSchedule:
 
 def test_formulas_of_pipelines_equal_the_player() -> None:
     for name, p, m in CASES:
-        for c in (0.0, 0.25, 2.0):
+        for c in (0.0, 0.25, 2.0, 10.0, *(() if name.startswith("interleaved") else (40.0,))):
             times = (10.0, 11.0, 5.0)
             timeline = play(player(name), PipelineSetting(p, m), StageCost(*times), c)
             assert pipeline_s(name, p, m, *times, c) == pytest.approx(max(timeline.costs_s), rel=1e-12), (name, p, m, c)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncline.errors import SpecError
 from syncline.planner.calibration import DESCRIBED, DeviceCalibration, calibration_for
@@ -16,12 +16,17 @@ from syncline.planner.models import ModelWork, build_model
 from syncline.planner.plans import TrainingPlan
 from syncline.planner.prediction import PredictedStep, StepPredictor
 from syncline.planner.quantities import format_duration, format_size
-from syncline.planner.search import PlanSearch, RankedPlans, SearchSettings
+from syncline.planner.search import USABLE_MEMORY, PlanSearch, RankedPlans, SearchSettings
 from syncline.planner.target import EpochCurve
+
+if TYPE_CHECKING:
+    from syncline.parallel.partition import ModelProfile
 
 __all__ = ["PlanAnswer", "PlanRequest", "answer_request", "format_answer"]
 
 DEFAULT_SAMPLES_PER_RANK = 8
+MAX_PIPEDREAM_WORKERS = 64
+"""PipeDream's partitioner takes long for more."""
 FILE_VERSION = 1
 
 
@@ -49,8 +54,8 @@ class PlanAnswer:
     predictor: StepPredictor
     ranked: RankedPlans
     limit: Limit
-    codecs: tuple[str, ...]
-    """One sentence for each codec."""
+    remarks: tuple[str, ...]
+    """One sentence for each codec, and one about PipeDream for a measured profile."""
     notes: tuple[str, ...]
     calibration: DeviceCalibration
     batch: int
@@ -74,7 +79,7 @@ class PlanAnswer:
             "batch": self.batch,
             "calibration": self.calibration.source,
             "limit": {"kind": self.limit.kind, "share": self.limit.share, "sentence": self.limit.sentence},
-            "codecs": list(self.codecs),
+            "remarks": list(self.remarks),
             "notes": list(self.notes),
             "tried": self.ranked.tried,
             "do_not_fit": self.ranked.refused,
@@ -126,9 +131,40 @@ def answer_request(request: PlanRequest) -> PlanAnswer:
     )
     ranked = PlanSearch(predictor, settings).run()
     notes = _notes(request, cluster, ranked, model, optimizer, batch)
-    sentences = tuple(codec_sentence(predictor, ranked.best, codec) for codec in request.codecs)
+    remarks = [codec_sentence(predictor, ranked.best, codec) for codec in request.codecs]
+    if isinstance(costs, MeasuredCosts) and 1 < cluster.size <= MAX_PIPEDREAM_WORKERS:
+        remarks.append(pipedream_sentence(costs.profile, cluster))
     limit = find_limit(predictor, ranked.best)
-    return PlanAnswer(request, predictor, ranked, limit, sentences, tuple(notes), calibration, batch)
+    return PlanAnswer(request, predictor, ranked, limit, tuple(remarks), tuple(notes), calibration, batch)
+
+
+def pipedream_sentence(profile: ModelProfile, cluster: Cluster) -> str:
+    """What PipeDream's partitioner would choose on this cluster, by the formula of its code and by that of the paper.
+
+    PipeDream never empties the pipeline: stages have their own numbers of workers, and weights are some steps old.
+    """
+    from syncline.parallel.partition import pipedream
+
+    levels = [level for level in cluster.levels if level.members > 1]
+    found = []
+    for overlap, form in ((False, "all-reduce after the backward"), (True, "all-reduce during the backward")):
+        try:
+            partition = pipedream(
+                profile,
+                [level.members for level in levels],
+                [level.bandwidth * level.efficiency for level in levels],
+                overlap=overlap,
+                memory_bytes=USABLE_MEMORY * cluster.device.memory_bytes,
+            )
+        except SpecError:
+            found.append(f"nothing that fits the memory ({form})")
+            continue
+        assert partition.prediction is not None
+        rate = profile.batch_size / partition.prediction.time_s
+        stages = "-".join(map(str, partition.replicas))
+        cuts = f", cut before {', '.join(partition.cuts)}" if partition.cuts else ", data parallelism"
+        found.append(f"{stages}{cuts}: {rate:.4g} samples/s ({form})")
+    return f"pipedream's partitioner, with mini-batches of {profile.batch_size}, chooses {'; or '.join(found)}"
 
 
 def _costs(request: PlanRequest, cluster: Cluster) -> tuple[ModelCosts, ModelWork | None]:
@@ -213,7 +249,7 @@ def format_answer(answer: PlanAnswer, top: int) -> str:
     fit = f"; {ranked.refused} do not fit the memory" if ranked.refused else ""
     lines += [f"{len(ranked.plans)} plans fit of {ranked.tried}{fit}", ""]
     lines += [f"limit: {answer.limit.sentence}", f"memory of a rank: {best.memory}"]
-    lines += [f"step: {_parts(best)}", *answer.codecs, f"interval: {answer.calibration.source}"]
+    lines += [f"step: {_parts(best)}", *answer.remarks, f"interval: {answer.calibration.source}"]
     if answer.calibration is DESCRIBED:
         lines[-1] += "; measure one step to narrow it"
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])

@@ -205,9 +205,10 @@ def pipeline_s(
         gpipe          (m + p − 1)·T + 2(p − 1)·c
         1f1b           (m + p − 1)·T + 2k·c,       k = m + p − 2 − ⌊(m + p − 2) / p⌋
         interleaved    (v·m + p − 1)·T + 2(v·p − 1)·c
-        zero_bubble    m·T + (p − 1)·(F + B − W) + max(0, p − m)·W + min(2k, 4(p − 1))·c
+        zero_bubble    m·T + (p − 1)·(F + B − W) + max(0, p − m)·W + 2j·c + (k − j)·max(0, 2c − W)
 
-    zero_bubble holds while 2c ≤ W ≤ F, B; interleaved for m ≥ 2p while transfers are shorter than half a forward.
+    with j = min(k, 2(p − 1)). zero_bubble holds while W ≤ F, B. interleaved holds if p divides m, and while c ≤ F: for
+    longer transfers there is no formula here.
 
     >>> pipeline_s("1f1b", 4, 8, 1.0, 1.0, 1.0)
     33.0
@@ -225,7 +226,8 @@ def pipeline_s(
             return (v * m + p - 1) * whole + 2 * (v * p - 1) * c
         case "zero_bubble":
             idle = (p - 1) * (forward_s + input_s - weight_s) + max(0, p - m) * weight_s
-            return m * whole + idle + min(2 * steady, 4 * (p - 1)) * c
+            hidden = min(steady, 2 * (p - 1))  # of the other gaps, each has a W in it
+            return m * whole + idle + hidden * 2 * c + (steady - hidden) * max(0.0, 2 * c - weight_s)
         case _:
             return (m + p - 1) * whole + 2 * steady * c
 

@@ -27,6 +27,7 @@ from syncline.planner.cluster import Cluster, RankGroup
 from syncline.planner.layer_costs import ModelCosts, StageLayers, cut_stages
 from syncline.planner.memory import RankMemory, rank_memory
 from syncline.planner.plans import ASYNCHRONOUS, SERVED, TrainingPlan, pipeline_s
+from syncline.planner.quantities import format_duration
 
 __all__ = ["PARTS", "PredictedStep", "StepPredictor"]
 
@@ -128,6 +129,14 @@ class StepPredictor:
         stages = self.stages(plan)
         return max((rank_memory(plan, stages[n], n) for n in _distinct(stages)), key=lambda each: each.total)
 
+    def can_predict(self, plan: TrainingPlan) -> bool:
+        """Whether there is a formula: not for chunks whose transfers take longer than their forward."""
+        if plan.schedule != "interleaved" or plan.pipeline == 1:
+            return True
+        stages = self.stages(plan)
+        shortest = min(stage.forward_s for stage in stages)
+        return self._transfer_s(plan, stages[0]) * plan.chunks <= self.compute_scale * shortest
+
     def predict(self, plan: TrainingPlan) -> PredictedStep:
         """Predict one step of a plan.
 
@@ -218,6 +227,11 @@ class StepPredictor:
         top = whole[slowest]
         uneven = math.fsum(whole) - p * top  # negative: the other stages fill faster
         if plan.schedule == "interleaved":
+            if transfer * plan.chunks > forward[slowest]:
+                raise SpecError(
+                    f"{plan}: a transfer of {format_duration(transfer)} takes longer than the forward of a chunk, "
+                    f"{format_duration(forward[slowest] / plan.chunks)}, so its step cannot be predicted: use '1f1b'"
+                )
             part = 1 / plan.chunks
             name = f"interleaved:{plan.chunks}"
             return pipeline_s(name, p, m, top * part, 0.0, 0.0, transfer) + uneven * part

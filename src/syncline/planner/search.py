@@ -102,7 +102,7 @@ class PlanSearch:
                 smallest = least, plan
             if fitting is None:
                 refused += 1
-            else:
+            elif self.predictor.can_predict(fitting):
                 found.append(self.predictor.predict(fitting))
         if smallest is None:
             raise SpecError(self._indivisible())

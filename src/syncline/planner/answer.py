@@ -83,6 +83,7 @@ class PlanAnswer:
             "notes": list(self.notes),
             "tried": self.ranked.tried,
             "do_not_fit": self.ranked.refused,
+            "not_predicted": self.ranked.unpredicted,
             "plans": [self._plan_json(each) for each in self.ranked.plans],
         }
 
@@ -247,7 +248,9 @@ def format_answer(answer: PlanAnswer, top: int) -> str:
         rows.append(row)
     lines = [head, "", *_aligned(rows), ""]
     fit = f"; {ranked.refused} do not fit the memory" if ranked.refused else ""
-    lines += [f"{len(ranked.plans)} plans fit of {ranked.tried}{fit}", ""]
+    if ranked.unpredicted:
+        fit += f"; {ranked.unpredicted} have chunks that are shorter than their transfers, and no formula"
+    lines += [f"{len(ranked.plans)} of {ranked.tried} plans are ranked{fit}", ""]
     lines += [f"limit: {answer.limit.sentence}", f"memory of a rank: {best.memory}"]
     lines += [f"step: {_parts(best)}", *answer.remarks, f"interval: {answer.calibration.source}"]
     if answer.calibration is DESCRIBED:

@@ -108,7 +108,7 @@ def _described(predictor: StepPredictor, prediction: PredictedStep, kind: str) -
                 "tensor": "the all-reduces of tensor teams",
                 "transfer": "transfers between stages",
             }
-            return f"communication limits it, {what[name]} over the {level}"
+            return f"communication limits it, most of it {what[name]} over the {level}"
         case "skinny matrix products":
             share = prediction.matrix_share or 0.0
             return (

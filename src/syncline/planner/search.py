@@ -61,6 +61,8 @@ class RankedPlans:
     tried: int
     refused: int
     """Plans that need too much memory."""
+    unpredicted: int = 0
+    """Plans without a formula; see `StepPredictor.can_predict`."""
 
     @property
     def best(self) -> PredictedStep:
@@ -93,7 +95,7 @@ class PlanSearch:
             SpecError: if the batch cannot be divided, or no plan fits the memory. It says by how much.
         """
         found: list[PredictedStep] = []
-        tried = refused = 0
+        tried = refused = unpredicted = 0
         smallest: tuple[float, TrainingPlan] | None = None
         for plan in self._plans():
             fitting, least = self._fitting(plan)
@@ -104,11 +106,13 @@ class PlanSearch:
                 refused += 1
             elif self.predictor.can_predict(fitting):
                 found.append(self.predictor.predict(fitting))
+            else:
+                unpredicted += 1
         if smallest is None:
             raise SpecError(self._indivisible())
         if not found:
             raise SpecError(self._too_large(*smallest))
-        return RankedPlans(tuple(self._ordered(found)), tried, refused)
+        return RankedPlans(tuple(self._ordered(found)), tried, refused, unpredicted)
 
     def _plans(self) -> Iterator[TrainingPlan]:
         """All plans that use every device, without recomputation."""

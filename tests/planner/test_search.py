@@ -87,3 +87,15 @@ def test_a_codec_is_taken_only_if_it_gains() -> None:
     assert slow.best.plan.codec == "topk(0.01)"
     fast = search("resnet(50)", "1 hosts x 8 v100", 512, optimizer="momentum", codecs=("topk(0.01)",))
     assert fast.best.plan.codec is None
+
+
+def test_numbers_of_ranks_between_powers_of_two() -> None:
+    """Extra ranks send first and receive last; a ring alone would take 2 x 999 latencies for each bucket."""
+    seconds = []
+    for hosts in (512, 1000, 1024):
+        cluster = read_cluster(f"{hosts} hosts x 1 v100, 100gbit")
+        predictor = StepPredictor(DescribedCosts(build_model("vgg(16)"), cluster.device), cluster)
+        seconds.append(predictor.allreduce_s(cluster.group(hosts, stride=1), 1e6, "native"))
+    link = 1e6 / (12.5e9 * cluster.levels[1].efficiency)
+    assert seconds[1] == pytest.approx(seconds[0] + 2 * (20e-6 + link), rel=1e-6)
+    assert max(seconds) < 2e-3 < 2 * 999 * 20e-6

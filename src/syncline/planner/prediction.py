@@ -252,11 +252,17 @@ class StepPredictor:
             from syncline.transports import Network
 
             network = Network(latency=group.latency_s, bandwidth=group.bandwidth)
+            n, size = math.ceil(nbytes), group.size
             names = COLLECTIVES if algorithm == "native" else (algorithm,)
-            found = [closed_form(name, group.size, math.ceil(nbytes), network) for name in names]
-            known = [seconds for seconds in found if seconds is not None]
+            known = [seconds for name in names if (seconds := closed_form(name, size, n, network)) is not None]
+            if algorithm == "native" and size & (size - 1):
+                # Between powers of two the formulas are not exact: the other ranks send first and receive last.
+                power = 1 << (size.bit_length() - 1)
+                folded = 2 * (network.latency + n / network.bandwidth)
+                others = [closed_form(name, power, n, network) for name in ("halving_doubling", "tree")]
+                known += [seconds + folded for seconds in others if seconds is not None]
             if not known:
-                known = [predict(algorithm, group.size, math.ceil(nbytes), network).seconds]
+                known = [predict(algorithm, size, n, network).seconds]
             self._reductions[key] = min(known)
         return self._reductions[key]
 

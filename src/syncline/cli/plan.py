@@ -7,7 +7,7 @@ examples:
   syncline plan --model "resnet(50)" --cluster "8 hosts x 8 v100, 100gbit, $2.5 an hour" --batch 8192 \\
                 --epochs "1664:36.2, 3328:41, 33280:56" --samples 1281167
 
-A profile is what `syncline.parallel.profile` measures. Models: gpt, bert, mlp, vgg, resnet, inception, cnn. A cluster
+A profile is what `syncline profile` writes. Models: gpt, bert, mlp, vgg, resnet, inception, cnn. A cluster
 is a text, or a TOML file.
 """
 

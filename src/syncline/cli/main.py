@@ -106,6 +106,7 @@ COMMANDS = {
     "lint": "check the logs of a race or a run for twelve reporting mistakes",
     "watch": "watch a race or a training in the browser",
     "new": "write a template of a workload",
+    "plan": "predict steps, memory and limits of training plans, before anything runs",
     "lab": "run a command on each host of an emulated cluster",
     "bench": "measure collectives, codecs, the network, servers and training steps",
     "env": "print what a bug report needs: versions, machine, launcher, network",

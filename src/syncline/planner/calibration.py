@@ -1,0 +1,228 @@
+"""Fits the few efficiencies of a device and its network to measured steps, and says how far predictions were off.
+
+The parameters are physical and few, whatever the number of rows:
+
+    matrix_efficiency, half_flops, memory_efficiency                          of the device
+    link_efficiency, network_efficiency, crossing_efficiency                  of the network
+
+Small models on one host determine launch_s, large ones on many hosts the others: `names` says which are fitted.
+
+The fit minimises Σ min(|ln(predicted / measured)|, 0.3): a bad run counts as much as any other row that is 35 % off, so
+it does not move the fit. The search is a deterministic pattern search. An interval is made of the residuals: 80 % of
+the rows lie between their 10 % and 90 % quantiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from syncline.errors import SpecError
+from syncline.planner.cluster import Cluster
+from syncline.planner.devices import Device
+from syncline.planner.layer_costs import DescribedCosts
+from syncline.planner.models import build_model
+from syncline.planner.plans import TrainingPlan
+from syncline.planner.prediction import StepPredictor
+
+__all__ = [
+    "A100_TRANSFORMERS",
+    "A100_TRANSFORMERS_ONE_HOST",
+    "DESCRIBED",
+    "MEASURED",
+    "DeviceCalibration",
+    "MeasuredStep",
+    "apply_efficiencies",
+    "calibrate",
+    "calibration_for",
+    "held_out_factors",
+    "predict_steps",
+    "residual_factors",
+]
+
+PARAMETERS = (
+    "matrix_efficiency",
+    "half_flops",
+    "memory_efficiency",
+    "link_efficiency",
+    "network_efficiency",
+    "crossing_efficiency",
+)
+SHARES = frozenset(name for name in PARAMETERS if name.endswith("efficiency"))
+MAX_RESIDUAL = 0.3
+"""A row that is further off counts no more than this."""
+FIRST_STEP, LAST_STEP = 0.4, 0.02
+"""Changes of a parameter, in logarithms, with which the search begins and ends."""
+LOW_QUANTILE, HIGH_QUANTILE = 0.1, 0.9
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A published or measured step."""
+
+    model: str
+    hosts: int
+    plan: TrainingPlan
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeviceCalibration:
+    """Efficiencies by name, the bounds of the interval as factors, and where they are from."""
+
+    efficiencies: tuple[tuple[str, float], ...]
+    factors: tuple[float, float]
+    rows: int
+    source: str
+
+    def apply(self, cluster: Cluster) -> Cluster:
+        """The cluster with these efficiencies."""
+        return apply_efficiencies(cluster, dict(self.efficiencies))
+
+
+def apply_efficiencies(cluster: Cluster, values: dict[str, float]) -> Cluster:
+    """The cluster with other efficiencies of its device and levels."""
+    device: Device = replace(cluster.device, **values)  # type: ignore[arg-type]
+    inside = replace(cluster.levels[0], efficiency=device.link_efficiency)
+    outside = [
+        replace(level, efficiency=device.network_efficiency, crossing_efficiency=device.crossing_efficiency)
+        for level in cluster.levels[1:]
+    ]
+    return replace(cluster, device=device, levels=(inside, *outside))
+
+
+def predict_steps(
+    cluster: Callable[[int], Cluster], steps: Sequence[MeasuredStep], values: dict[str, float] | None = None
+) -> list[float]:
+    """Predicted seconds of each step. `cluster` gives the cluster of a number of hosts."""
+    predictors: dict[tuple[str, int], StepPredictor] = {}
+    found = []
+    for step in steps:
+        key = (step.model, step.hosts)
+        if key not in predictors:
+            here = cluster(step.hosts)
+            here = apply_efficiencies(here, values) if values else here
+            predictors[key] = StepPredictor(DescribedCosts(build_model(step.model), here.device), here)
+        found.append(predictors[key].predict(step.plan).seconds)
+    return found
+
+
+def calibrate(
+    cluster: Callable[[int], Cluster],
+    steps: Sequence[MeasuredStep],
+    *,
+    names: Sequence[str] = PARAMETERS,
+    start: Mapping[str, float] | None = None,
+    source: str = "",
+) -> DeviceCalibration:
+    """Fit the efficiencies `names` to measured steps. `start` has other values than the device's to begin with.
+
+    Raises:
+        SpecError: if there are fewer steps than parameters.
+    """
+    if len(steps) < len(names):
+        raise SpecError(f"{len(steps)} measured steps cannot determine {len(names)} efficiencies")
+    device = cluster(steps[0].hosts).device
+    values = {name: float(getattr(device, name)) for name in names} | dict(start or {})
+
+    def loss(candidate: dict[str, float]) -> float:
+        residuals = _residuals(predict_steps(cluster, steps, candidate), steps)
+        return math.fsum(min(abs(each), MAX_RESIDUAL) for each in residuals)
+
+    best, step = loss(values), FIRST_STEP
+    while step > LAST_STEP:  # a step that finds no better value is halved
+        moved = False
+        for name in names:
+            for factor in (math.exp(step), math.exp(-step)):
+                value = values[name] * factor
+                candidate = {**values, name: min(1.0, value) if name in SHARES else value}
+                if candidate[name] != values[name] and (found := loss(candidate)) < best - 1e-9:
+                    best, values, moved = found, candidate, True
+                    break
+        step = step if moved else step / 2
+    residuals = _residuals(predict_steps(cluster, steps, values), steps)
+    return DeviceCalibration(tuple(values.items()), residual_factors(residuals), len(steps), source)
+
+
+def held_out_factors(
+    cluster: Callable[[int], Cluster], groups: Sequence[Sequence[MeasuredStep]]
+) -> tuple[float, float]:
+    """The interval's bounds from rows that were not in the fit: each group is predicted from the others."""
+    residuals: list[float] = []
+    for place, group in enumerate(groups):
+        others = [step for number, each in enumerate(groups) if number != place for step in each]
+        values = dict(calibrate(cluster, others).efficiencies)
+        residuals += _residuals(predict_steps(cluster, group, values), group)
+    return residual_factors(residuals)
+
+
+def _residuals(predicted: Sequence[float], steps: Sequence[MeasuredStep]) -> list[float]:
+    """ln(measured / predicted) of each step."""
+    return [math.log(step.seconds / seconds) for seconds, step in zip(predicted, steps, strict=True)]
+
+
+def residual_factors(residuals: Sequence[float]) -> tuple[float, float]:
+    """The bounds of the 80 % interval as multiples of a prediction: quantiles of measured / predicted.
+
+    >>> low, high = residual_factors([-0.1, -0.05, 0.0, 0.05, 0.1])
+    >>> round(low, 3), round(high, 3)
+    (0.923, 1.083)
+    """
+    ordered = sorted(residuals)
+    return math.exp(_quantile(ordered, LOW_QUANTILE)), math.exp(_quantile(ordered, HIGH_QUANTILE))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """A quantile with linear interpolation."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+A100_TRANSFORMERS = DeviceCalibration(
+    efficiencies=(
+        ("matrix_efficiency", 0.816),
+        ("half_flops", 1.241e10),
+        ("memory_efficiency", 0.883),
+        ("launch_s", 3.32e-5),
+        ("link_efficiency", 0.883),
+        ("network_efficiency", 0.951),
+        ("crossing_efficiency", 0.493),
+    ),
+    factors=(0.93, 1.083),
+    rows=62,
+    source="residuals of 62 published steps of GPT on 64 to 512 A100, each model size predicted from the other two",
+)
+"""Fitted to vTrain's rows of 3.6B and 175B parameters; launch_s to every eighth of its rows on one host."""
+A100_TRANSFORMERS_ONE_HOST = replace(
+    A100_TRANSFORMERS,
+    factors=(0.878, 1.14),
+    rows=960,
+    source="residuals of 960 published steps of small GPTs on 1 to 8 A100 of one host",
+)
+"""The same efficiencies. The host's time to start kernels counts more with few devices and small models."""
+DESCRIBED = DeviceCalibration(
+    efficiencies=(),
+    factors=(0.83, 1.535),
+    rows=25,
+    source="residuals of 25 published steps on A100, H100, V100, P100 and K80, predicted from descriptions alone",
+)
+"""For devices and models without a calibration: the datasheet, and the same efficiencies for all devices."""
+MEASURED = DeviceCalibration(
+    efficiencies=(),
+    factors=(0.958, 1.083),
+    rows=27,
+    source="residuals of 27 published scaling rows, predicted from the computation measured at the smallest scale",
+)
+"""For measured profiles: only communication and waiting are predicted."""
+
+
+def calibration_for(cluster: Cluster, transformer: bool | None) -> DeviceCalibration:
+    """The calibration of a cluster. `transformer`: whether the described model is one; None: a measured profile."""
+    if transformer is None:
+        return MEASURED
+    if not transformer or not cluster.device.name.startswith("a100"):
+        return DESCRIBED
+    return A100_TRANSFORMERS if cluster.hosts > 1 else A100_TRANSFORMERS_ONE_HOST

@@ -4,7 +4,7 @@ examples:
   syncline plan --model "gpt(layers=32, hidden=4096)" --cluster "16 hosts x 8 a100, 100gbit"
   syncline plan --model "resnet(50)" --cluster "4 hosts x 8 v100, 100gbit" --batch 4096 --codec "topk(0.01)"
   syncline plan profile.json --cluster cluster.toml --batch 512
-  syncline plan --model "resnet(50)" --cluster "8 hosts x 8 v100, 100gbit, $2.5 an hour" --batch 8192 \\
+  syncline plan --model "resnet(50)" --cluster '8 hosts x 8 v100, 100gbit, $2.5 an hour' --batch 8192 \\
                 --epochs "1664:36.2, 3328:41, 33280:56" --samples 1281167
 
 A profile is what `syncline profile` writes. Models: gpt, bert, mlp, vgg, resnet, inception, cnn. A cluster

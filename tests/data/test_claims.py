@@ -118,7 +118,7 @@ def test_a_batch_of_which_a_part_is_not_trained_is_claimed(position: dict[str, A
 
 def test_no_worker_passes_an_epoch_in_which_the_job_ends() -> None:
     job = Job(2)
-    first, second = job.begin(0, 3), job.begin(1, 3)
+    first, second = job.begin(0, 2), job.begin(1, 2)
     for claims in (first, second):
         claims.returned(next(claims.take()))
         claims.trained(1.0)

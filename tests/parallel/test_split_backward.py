@@ -9,7 +9,7 @@ from torch.distributed.pipelining import _backward
 
 import syncline as sl
 from syncline.errors import IncompatibleError
-from syncline.parallel.stage_runner import check_split_backward
+from syncline.parallel.stage_runner import MAX_CLONED_ELEMENTS, check_split_backward
 from syncline.world import World
 
 WHO = f"torch {torch.__version__} divides a backward pass in another way: see StageRunner._backward_inputs"
@@ -64,3 +64,24 @@ def test_another_version_of_torch_is_refused_before_the_first_step(monkeypatch: 
     for words, found in (("stage_backward_weight(weights, groups)", changed), ("stage_backward_input", missing)):
         assert not found.messages
         assert all(words in message and "take 1f1b" in message for message in found.results)
+
+
+def test_a_stage_may_return_a_large_view() -> None:
+    """torch detaches the outputs of a stage in place, which is refused for views."""
+
+    def train(schedule: str) -> tuple[float, ...]:
+        def work(world: World) -> float:
+            torch.manual_seed(0)
+            model = nn.Sequential(
+                nn.Linear(4, 8), nn.Linear(8, 8), nn.Unflatten(1, (2, 4)), nn.Flatten(), nn.Linear(8, 3)
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss_fn = nn.functional.cross_entropy
+            run = sl.pipeline(model, optimizer, loss_fn, stages=["1", "3"], schedule=schedule, microbatches=2)
+            rows = MAX_CLONED_ELEMENTS // 2
+            x, y = torch.randn(rows, 4), torch.randint(0, 3, (rows,))
+            return [run.step(x, y).item() for _ in range(2)][-1]
+
+        return tuple(sl.simulate(work, 3).results)
+
+    assert train("zero_bubble") == train("gpipe")

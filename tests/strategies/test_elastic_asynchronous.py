@@ -421,9 +421,7 @@ def endure_without_joins(name: str) -> Callable[[int], int]:
 
     def check(seed: int) -> int:
         case = Case.draw(seed, servers)
-        if name == "master, synchronous tree":  # with uneven data a worker waits in its last step for those in agreed()
-            case = replace(case, samples=24)
-        elif name == "hogwild":
+        if name == "hogwild":
             case = case.without_cuts()
         elif name == "onesided":  # the mean does not count a worker that cannot be read for 5 s
             case = case.with_short_cuts(4.0)

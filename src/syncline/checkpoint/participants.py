@@ -109,6 +109,8 @@ class Participants:
             participants._asynchronous_runs = runs
             channel = runs[0].control_channel()
             participants._agreement = world.keep(("checkpoints", channel), lambda: SaveAgreement(world, channel))
+        elif in_training:
+            in_training[0].pause_steps_for("save")
         return participants
 
     @property
@@ -131,7 +133,8 @@ class Participants:
                 self.rank, self.size = self.world.rank, self.world.size
                 self.ranks = tuple(range(self.size))
             return step
-        self.group = self._agreement.assemble()
+        with self._asynchronous_runs[0].idle_in_all_runs():
+            self.group = self._agreement.assemble()
         self.ranks = self.group.ranks
         for run in self._asynchronous_runs:
             run.saving_team = self.group

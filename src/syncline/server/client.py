@@ -374,6 +374,8 @@ class Client:
         if clock > min(first):
             clock = max(int(reply["clock"]) for reply in self.control({"do": "join", "clock": clock}, everywhere=True))
         self.clock = clock
+        # If all workers have paused, the latest replies say that none trains.
+        self.status = replace(self.status, min_clock=min(self.status.min_clock, clock))
 
     def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
         """Send a JSON request to server 0, or to all servers, and return the reply or the list of replies."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.codecs import Codec, build_codec, check_no_gradient_options
+from syncline.control import poll
 from syncline.errors import IncompatibleError, SpecError
 from syncline.server.client import Client, ClusterStatus
 from syncline.server.filters import Filter, build_filter
@@ -255,6 +256,13 @@ class TreeClient(Client):
     def stop(self) -> None:
         self.root.stop()
         super().stop()
+
+    def join(self) -> None:
+        """Continue after a pause, when the root waits for this group again."""
+        for _ in poll(self.network.transport.runtime):
+            if not super().control({"do": "join"})["away"]:
+                break
+        super().join()
 
     def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
         """Clocks of a checkpoint are those of all workers, and go to the root; the group gets its own separately."""

@@ -636,6 +636,16 @@ class RequestHandler:
         shard.stopping |= stop
         return self._continue([])
 
+    def pause_group(self, shard: AggregatingShard) -> list[OutgoingReply]:
+        """Note that a sub-master pauses at its parent, unless one of its workers is back."""
+        shard.away = shard.all_paused
+        return []
+
+    def continue_group(self, shard: AggregatingShard, weights: Tensor, missed: int) -> list[OutgoingReply]:
+        """A sub-master's parent waits for it again, after it has missed so many steps: its workers may continue."""
+        shard.come_back(weights, missed)
+        return self._continue([])
+
     def orphan(self, shard: ParameterShard, reason: str) -> list[OutgoingReply]:
         """Tell the workers of a sub-master that its parent is lost: now, and whenever they ask."""
         shard.orphan_reason = reason
@@ -826,10 +836,13 @@ class ControlRequests:
         clock, shard = request.get("clock", 0), session.shard
         if not isinstance(clock, int) or not 0 <= clock < MAX_CLOCK:
             raise ProtocolError(f"a clock is an integer, 0 or more, not {str(clock)[:80]}")
-        if shard.description.parent:
+        if shard.description.parent and session.member not in shard.clocks.of:
             raise ProtocolError("a worker cannot join the group of a sub-master: leave masters= out")
+        if isinstance(shard, AggregatingShard) and shard.away:
+            shard.returning = True  # the worker asks again
+            return {"clock": 0, "away": True}
         session.worker = True
-        return {"clock": shard.join(session.member, clock)}
+        return {"clock": shard.join(session.member, clock), "away": False}
 
     def number_handler(self, session: ClientSession, request: dict[str, Any]) -> Any:
         name = str(request["name"])[:256]

@@ -55,6 +55,10 @@ class AggregatingShard(ParameterShard):
         """Steps that are not in a sum yet, with their workers."""
         self._unanswered: set[int] = set()
         """Workers whose gradients are not yet applied by the parent."""
+        self.away = False
+        """Whether the parent does not wait for this group, because all its workers pause."""
+        self.returning = False
+        """Whether one of them asks to continue, and none has continued since."""
 
     def push(self, worker: int, clock: int, push: Push, write_back: bool = False) -> bool:
         by_rule = push.handler is None and push.state_slot == 0 and worker in self.clocks.of
@@ -96,7 +100,24 @@ class AggregatingShard(ParameterShard):
     @property
     def idle(self) -> bool:
         """Whether there is nothing to relay, now and later."""
-        return not self.sums and self.clocks.live == 0
+        return not self.sums and self.clocks.present == 0
+
+    @property
+    def all_paused(self) -> bool:
+        """Whether no worker trains, and some continue later."""
+        return not self.sums and self.clocks.live == 0 < self.clocks.present
+
+    def join(self, worker: int, clock: int) -> int:
+        self.returning = False
+        return super().join(worker, clock)
+
+    def come_back(self, weights: Tensor, missed: int) -> None:
+        """Continue with the parent's weights, after so many steps of the parent without this group."""
+        self.weights.copy_(weights)
+        for _ in range(missed):
+            self._sync_steps.pop(self.open_step, None)
+            self.open_step += 1
+        self.away = False
 
     def finish_sum(self, values: Sequence[tuple[int, Tensor]]) -> None:
         """Take the parent's weights, each range with its first key, and prepare the next sum."""
@@ -193,9 +214,27 @@ class Relay:
                 self._finished = True
                 client.finish_training()
                 continue
+            if self._pauses_or_continues(client):
+                continue
             if self._handler.shards.get(shard.description.space_id) is not shard:
                 return False
             self._wakened.wait(None, f"a step of the workers of {shard.description.name!r}")
+        return False
+
+    def _pauses_or_continues(self, client: Client) -> bool:
+        """If all workers of a synchronous group pause, let the parent not wait for it; True if that has changed."""
+        shard = self._shard
+        if shard.away and shard.returning:
+            before = client.clock
+            client.join()
+            weights = client.get()
+            self._act(lambda: self._handler.continue_group(shard, weights, client.clock - before))
+            return True
+        if shard.description.synchronous and shard.all_paused and not (shard.away or shard.returning):
+            self._act(lambda: self._handler.pause_group(shard))
+            if shard.away:
+                client.pause()
+            return True
         return False
 
     def _push_to_parent(self, client: Client, total: AggregatedPush) -> list[tuple[int, Tensor]]:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -85,6 +85,11 @@ class AsynchronousRun(StrategyRun):
         """Inside, this worker waits for others: no other worker waits for its next step."""
         yield
 
+    @property
+    def delays_others(self) -> bool:
+        """Whether other workers may wait for a step of this one."""
+        return False
+
     def flush_steps(self) -> None:
         """Make all steps of this worker part of what survives its loss."""
 
@@ -110,18 +115,32 @@ class AsynchronousRun(StrategyRun):
         runs = [run for run in self.world.runs if isinstance(run, AsynchronousRun)]
         return [run for run in runs if run is not self and run.membership is not None]
 
+    @property
+    def _delaying_runs(self) -> list[AsynchronousRun]:
+        """The runs of this process in which other workers may wait for a step of this one."""
+        others = [run for run in self.world.runs if isinstance(run, AsynchronousRun) and run is not self]
+        return [run for run in (*others, self) if run.membership is not None or run.delays_others]
+
     @contextmanager
-    def _others_idle(self) -> Iterator[None]:
-        """Inside, no other worker waits for the next step of this one in any other run."""
+    def _idle_in(self, runs: Sequence[AsynchronousRun]) -> Iterator[None]:
+        """Inside, no other worker waits for the next step of this one in these runs."""
         with ExitStack() as stack:
-            for run in self._other_runs:
+            for run in runs:
                 stack.enter_context(run.idle())
             yield
 
-    @contextmanager
-    def _idle_in_all_runs(self) -> Iterator[None]:
-        with self._others_idle(), self.idle():
-            yield
+    def pause_steps_for(self, what: str) -> None:
+        """Before a call that waits for all workers, such as a collective: wait until no worker steps any more."""
+        if self.membership is None and not self.joining and self._delaying_runs:
+            self.wait_for_all(what)
+
+    def idle_in_all_runs(self) -> AbstractContextManager[None]:
+        """Inside, no other worker waits for the next step of this one, in any run.
+
+        Unless workers may join, all wait for each other once more before one of them steps: a worker that is not back
+        yet would be left out of that step.
+        """
+        return self._idle_in(self._delaying_runs)
 
     def _flush_all_runs(self) -> None:
         for run in (self, *self._other_runs):
@@ -162,8 +181,11 @@ class AsynchronousRun(StrategyRun):
     def _barrier(self) -> ControlBarrier:
         return ControlBarrier(self.world, self.control_channel())
 
-    def wait_for_all(self, what: str) -> None:
+    def wait_for_all(self, what: str, steps_before: bool = True) -> None:
         """Wait for the other workers. `what` names what all of them do, for messages.
+
+        Workers take steps until they call this, and wait in none of them for a worker that has called it.
+        `steps_before=False`: no worker has taken a step since all have waited for each other. It saves messages.
 
         While a checkpoint is written these are the workers that write it. If one is lost then, all others raise a
         `PeerLostError` and begin again without it.
@@ -171,10 +193,14 @@ class AsynchronousRun(StrategyRun):
         if self.joining:
             return  # alone until the first loop over data
         if self.membership is not None:
-            with self._idle_in_all_runs():
+            with self.idle_in_all_runs():
                 self.membership.wait(what)
         elif self.saving_team is None:
-            self._barrier.wait(what)
+            delaying = self._delaying_runs if steps_before else []
+            with self._idle_in(delaying):
+                self._barrier.wait(what)
+            if delaying:  # no worker steps before all count again
+                self._barrier.wait(what)
         elif self.saving_team.size > 1:
             barrier(self.saving_team)
 
@@ -186,7 +212,7 @@ class AsynchronousRun(StrategyRun):
         assert self.membership is not None
         if self.joining:
             return {self.membership.member: text}
-        with self._idle_in_all_runs():
+        with self.idle_in_all_runs():
             return self.membership.exchange(what, text)
 
     def raise_if_declared_lost(self) -> None:
@@ -203,7 +229,7 @@ class AsynchronousRun(StrategyRun):
     def show_agreed(self) -> None:
         self.wait_for_all("enter agreed()")  # no worker steps from now on
         self.control_channel().load_weights(self.model)
-        self.wait_for_all("read the weights")
+        self.wait_for_all("read the weights", steps_before=False)
 
     def finish(self) -> None:
         if self._leaves:
@@ -215,11 +241,14 @@ class AsynchronousRun(StrategyRun):
             return
         self._refresh_claims()
         self.control_channel().finish()
-        if self.membership is None:
-            self._barrier.close()
-        else:
-            with self._others_idle():
+        others = [run for run in self._delaying_runs if run is not self]
+        with self._idle_in(others):
+            if self.membership is None:
+                self._barrier.close()
+            else:
                 self.membership.close()
+        if self.membership is None and others:
+            self._barrier.wait("continue with their other runs")
         self.read_final()
 
     def read_final(self) -> None:
@@ -327,7 +356,7 @@ class AsynchronousRun(StrategyRun):
             before_epoch=self._publish_schedule,
             steps=lambda: self.stats.steps,
             flush=self._flush_all_runs,
-            idle=self._idle_in_all_runs,
+            idle=self.idle_in_all_runs,
             barriers=lambda: membership.number,
             stopped=self._channel.stop_requested,
             waiting=self._check_requests,

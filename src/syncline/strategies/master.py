@@ -131,8 +131,8 @@ class MasterRun(ParameterServerRun):
     def set_clocks(self, clocks: list[int]) -> None:
         super().set_clocks(clocks)
         if isinstance(self.client, TreeClient):
-            self.client.set_clocks(clocks)
-            self.wait_for_all("set the clocks of their groups")
+            self.client.set_clocks(self.client.steps())
+            self.wait_for_all("set the clocks of their groups", steps_before=False)
 
     def explain_lost(self, peer: int) -> str:
         client = self.client

@@ -158,7 +158,9 @@ class ParameterServerRun(AsynchronousRun):
         self._optimizer_loaded = False
         """Whether a state was loaded into the optimizer since the latest step."""
         self._weights_are_old = False
-        """Whether this worker has waited for others since it read the weights."""
+        """Whether the others have continued without this worker since it read the weights."""
+        self._finished_training = False
+        """Whether this worker takes no more steps."""
         self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -496,15 +498,24 @@ class ParameterServerRun(AsynchronousRun):
             "syncline run --servers S, or leave --restart out"
         )
 
+    @property
+    def delays_others(self) -> bool:
+        return self.options.slack is not None
+
     @contextmanager
     def idle(self) -> Iterator[None]:
+        if self._finished_training:  # no read waits for its clock any more
+            yield
+            return
         with self.explain_errors():
             self.finish_requests()
             self.client.pause()
+        before = self.client.clock
         yield
         with self.explain_errors():
             self.client.join()
-        self._weights_are_old = True
+        # At the same clock, the weights of the latest pull are as new as they must be.
+        self._weights_are_old |= self.membership is not None or self.client.clock != before
 
     def enter_training(self) -> None:
         with self.explain_errors():
@@ -537,6 +548,7 @@ class ParameterServerRun(AsynchronousRun):
         self.finish_pushing()
         with self.explain_errors():
             self.client.finish_training()
+        self._finished_training = True
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         self.weight = weight
@@ -594,7 +606,7 @@ class ParameterServerRun(AsynchronousRun):
         for row in (self.pusher.held_back, self.client.residual):
             if row is not None:
                 row.zero_()
-        self.set_clocks([self.client.clock] * self.communicator.size)
+        self.set_clocks(self.client.steps())
 
     def resume_steps(self) -> None:
         self.set_clocks([self.stats.steps // self.options.stride] * self.communicator.size)
@@ -604,19 +616,19 @@ class ParameterServerRun(AsynchronousRun):
         return self.communicator.rank == 0 if self.membership is None else self._is_first_live()
 
     def set_clocks(self, clocks: list[int]) -> None:
-        """Set every worker's clock. Every worker calls it, without pending requests."""
+        """Set every worker's clock, as rank 0 says. Every worker calls it, without pending requests, and none steps."""
         if self.joining:
             return
         if self.membership is not None:
             self._set_clocks_to(max(clocks))
             return
         rank = self.communicator.rank
-        self.wait_for_all("set the clocks")
+        self.wait_for_all("set the clocks", steps_before=False)
         if rank == 0:
             self.client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
-        self.client.clock = clocks[rank]
         self._channel.report_steps(clocks[rank] * self.options.stride)
-        self.wait_for_all("go on from these clocks")
+        self.wait_for_all("go on from these clocks", steps_before=False)
+        self.client.clock = self.client.steps()[rank]
 
     def _set_clocks_to(self, clock: int) -> None:
         """In an elastic job: set the clocks of all workers, also of those that have joined, to the same value."""

@@ -184,3 +184,19 @@ def test_a_member_that_has_left_does_not_come_back() -> None:
     formation(store, 0).leave("it has closed its world")
     with pytest.raises(WorldError, match="one world"):
         formation(store, 0).refuse_second_world()
+
+
+def test_newcomer_that_is_lost_while_it_waits_is_not_awaited() -> None:
+    """Only the ends of members that are followed are known, and a newcomer is in no team."""
+    values, followed = dict[str, bytes](), set[int]()
+    formation(MemoryStore(values), 4).ask_to_join(HERE)
+    formation(MemoryStore(values), 5).ask_to_join(HERE)
+    member = TeamFormation(
+        MemoryStore(values),
+        0,
+        RealRuntime(),
+        lambda: {number: "it was killed" for number in {4} & followed},
+        timeout_s=0.01,
+        follow=followed.update,
+    )
+    assert member.waiting(Team(1, (0,)), HERE) == (5,)

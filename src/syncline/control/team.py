@@ -104,9 +104,9 @@ class Team:
 class TeamFormation:
     """One member's part in forming teams.
 
-    `lost` returns the members that are known to be lost, each with the reason; `unreachable` those that this member
-    cannot reach. `timeout_s` bounds the wait for a member that is neither lost nor arrives; after it, that member
-    counts as lost.
+    `lost` returns the members that are known to be lost, each with the reason. It knows newcomers once `follow` was
+    called with them. `unreachable` returns the members that this one cannot reach. `timeout_s` bounds the wait for a
+    member that is neither lost nor arrives; after it, that member counts as lost.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class TeamFormation:
         maximum: int = 1 << 20,
         timeout_s: float,
         unreachable: Callable[[], Iterable[int]] = tuple,
+        follow: Callable[[Iterable[int]], None] = lambda members: None,
     ) -> None:
         self.member = member
         self.log = ControlLog(store)
@@ -127,6 +128,7 @@ class TeamFormation:
         self._runtime = runtime
         self._lost = lost
         self._unreachable = unreachable
+        self._follow = follow
         self._minimum, self._maximum = minimum, maximum
         self._timeout_s = timeout_s
         self._latest: Team | None = None
@@ -383,6 +385,8 @@ class TeamFormation:
             member = int(entry.fields.get("member", -1))
             if entry.kind == WAITING:
                 name, epoch = entry.fields["place"]
+                if member not in self._waiting:
+                    self._follow([member])  # it may be lost before it is in a team
                 self._waiting[member] = (str(name), int(epoch))
             elif entry.kind == LEAVE:
                 self._must_leave[member] = str(entry.fields.get("reason", ""))

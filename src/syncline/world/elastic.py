@@ -264,6 +264,7 @@ class ElasticMember:
             maximum=limits.maximum,
             timeout_s=timeout_s,
             unreachable=connector.unreachable,
+            follow=connector.follow,
         )
         self.team = Team(0, tuple(range(first)))
         self.joining = limits.joins

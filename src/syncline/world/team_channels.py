@@ -168,6 +168,7 @@ class Preparation:
         channels = None
         try:
             self._wait_until(self.find, "the candidate")
+            self._connector.follow(self.members)
             if len(self.members) <= self._present:
                 raise PeerLostError("no newcomer waits any more")
             # A connection attempt ends only at its timeout: begin when all members are there.

@@ -170,7 +170,7 @@ def follows_elastic_averaging(found: Round) -> bool:
     Σ x_i + x̃ then stays the same, but for the weights of a lost worker, which disappear after the last round in which
     it took part.
     """
-    centre = next(iter(found.before.values())).centre
+    centre = found.before[next(iter(found.after))].centre  # a lost worker may have taken another round last
     for team in found.teams():
         alpha = 0.9 / len(team)
         pulls = {member: alpha * (found.before[member].own - centre) for member in team}

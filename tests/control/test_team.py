@@ -195,7 +195,7 @@ def test_newcomer_that_is_lost_while_it_waits_is_not_awaited() -> None:
         MemoryStore(values),
         0,
         RealRuntime(),
-        lambda: {number: "it was killed" for number in {4} & followed},
+        lambda: dict.fromkeys({4} & followed, "it was killed"),
         timeout_s=0.01,
         follow=followed.update,
     )

@@ -435,7 +435,8 @@ def endure_without_joins(name: str) -> Callable[[int], int]:
             for one, other in zip(result.agreed, results[0].agreed, strict=True):
                 assert torch.equal(one, other), "the weights in run.agreed() differ"
         check_steps(journal)
-        assert set(journal.read.values()) <= {1}, "no batch is dealt again"
+        # A worker that is lost in sl.distribute leaves a smaller team, and may have read its part when it wakes up.
+        assert max(journal.read.values()) <= 1 + len(case.troubles), "batches are read again without a loss"
         if len(results) == WORKERS:
             assert journal.trained == dict.fromkeys(product(range(EPOCHS), range(case.samples)), 1)
         if name == "hogwild":

@@ -31,6 +31,17 @@ MAX_ERROR = 0.05
 MEASURED = (16, 32)
 PREDICTED = 24
 """Another batch size than those that are measured."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_objects_of_these_tests() -> Iterator[None]:
+    """The collections below then pass over the objects of other tests in this process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, 0.01),
     "momentum": lambda parameters: SGD(parameters, 0.01, momentum=0.9),

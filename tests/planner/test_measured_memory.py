@@ -34,12 +34,10 @@ PREDICTED = 24
 
 
 @pytest.fixture(scope="module", autouse=True)
-def only_objects_of_these_tests() -> Iterator[None]:
-    """The collections below then pass over the objects of other tests in this process."""
+def only_objects_of_these_tests() -> None:
+    """The collections below then pass over the objects of other tests in this process, as after `tests/conftest.py`."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {

@@ -444,7 +444,7 @@ def predict_memory(
         weight_versions: further copies of the weights that a pipeline keeps.
 
     Raises:
-        SpecError: if the measurement has not what is asked for.
+        SpecError: if an argument needs a value that was not measured.
     """
     if batch_size < 1 or workers < 1 or weight_versions < 0:
         raise SpecError(

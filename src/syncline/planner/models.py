@@ -200,18 +200,8 @@ def _transformer(
     name: str, layers: int, hidden: int, heads: int | None, sequence: int, vocabulary: int, attention: Attention
 ) -> ModelWork:
     heads = max(1, hidden // 128) if heads is None else heads
-    for key, value in (
-        ("layers", layers),
-        ("hidden", hidden),
-        ("heads", heads),
-        ("sequence", sequence),
-        ("vocabulary", vocabulary),
-    ):
-        _check_whole(f"{name}: {key}", value)
-    if hidden % heads:
-        raise SpecError(f"{name}: hidden is {hidden}, which {heads} heads do not divide")
-    if attention not in ("plain", "flash"):
-        raise SpecError(f"{name}: attention is {attention!r}; it must be 'plain' or 'flash'")
+    shape = TransformerShape(layers, hidden, heads, sequence, vocabulary, attention)
+    _check_transformer(name, shape)
     s, h = sequence, hidden
     # Korthikanti's activations, in elements of 2 bytes, written once and read once.
     scores = 5 * heads * s * s if attention == "plain" else 0
@@ -259,8 +249,17 @@ def _transformer(
         layers=(embedding, block, head),
         unit="sequences",
         sample_bytes=4.0 * s,
-        transformer=TransformerShape(layers, hidden, heads, sequence, vocabulary, attention),
+        transformer=shape,
     )
+
+
+def _check_transformer(name: str, shape: TransformerShape) -> None:
+    for key in ("layers", "hidden", "heads", "sequence", "vocabulary"):
+        _check_whole(f"{name}: {key}", getattr(shape, key))
+    if shape.hidden % shape.heads:
+        raise SpecError(f"{name}: hidden is {shape.hidden}, which {shape.heads} heads do not divide")
+    if shape.attention not in ("plain", "flash"):
+        raise SpecError(f"{name}: attention is {shape.attention!r}; it must be 'plain' or 'flash'")
 
 
 def _mlp(widths: Sequence[int]) -> ModelWork:

@@ -189,7 +189,7 @@ def profile_training(
         optimizer: "sgd", "momentum", "adam" or "adamw". None: the workload's.
         names: the layers; see `profile_model`.
         repeats: steps for each measured time; the median counts.
-        progress: is told what is being measured.
+        progress: called with a text before each measurement.
 
     Raises:
         SpecError: if the model cannot be measured.
@@ -208,14 +208,14 @@ def profile_training(
     def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return workload.loss(model, (inputs, targets))
 
-    steps = {
-        each: TrainingStep(model, (inputs,), targets, None, each, loss_of) for each in {size, *(batch_sizes or ())}
-    }
+    def step_of(samples: int) -> TrainingStep:
+        return TrainingStep(model, (inputs,), targets, None, samples, loss_of)
+
     progress(f"layers: {repeats} steps at each of two batch sizes")
-    layers = _profile_layers(workload, model, steps[size], loss_of, names, batch_sizes, repeats)
+    layers = _profile_layers(workload, model, step_of(size), loss_of, names, batch_sizes, repeats)
     sizes = sorted(layers.measured_batch_sizes)
     modules = {name: model.get_submodule(name) if _has_layers(model) else model for name in layers.names}
-    steps = {each: TrainingStep(model, (inputs,), targets, None, each, loss_of) for each in {size, *sizes}}
+    steps = {each: step_of(each) for each in {size, *sizes}}
     with restoring_state(model), torch.enable_grad():
         model.train()
         progress("FLOPs")

@@ -105,16 +105,18 @@ class _WaitingTask:
 
     def _serve(self) -> None:
         while True:
-            wait = self._waits.get()
-            error: RuntimeError | None = None
-            try:
-                wait.work.wait(wait.limit)
-            except RuntimeError as found:
-                error = found
-            if not wait.over.is_set():
-                wait.error = error
-            self._idle.append(self)
-            wait.over.set()
+            self._complete(self._waits.get())  # an idle task keeps no message alive
+
+    def _complete(self, wait: _InterruptibleWait) -> None:
+        error: RuntimeError | None = None
+        try:
+            wait.work.wait(wait.limit)
+        except RuntimeError as found:
+            error = found
+        if not wait.over.is_set():
+            wait.error = error
+        self._idle.append(self)
+        wait.over.set()
 
 
 class WorkHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from syncline.bench.lint import Finding
 from syncline.bench.race.plan import RaceEntry
 from syncline.bench.report import write_report
+from syncline.bench.report.plan_page import write_plan_page
+from syncline.planner.answer import PlanRequest, answer_request
 from tests.bench.report_races import Hand, seeds, write_race
 
 pytestmark = pytest.mark.xdist_group("browser")  # they share a fixture that takes long
@@ -43,6 +46,14 @@ TEXTS = """() => {
 }"""
 
 
+LETTERS = """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
+  const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+  const size = (text) => parseFloat(getComputedStyle(text).fontSize) * scale;
+  return [...svg.querySelectorAll("text")].map(size);
+})"""
+"""The sizes of the letters in pictures."""
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve entries with three seeds each; one fails, one never arrives, a rule is broken."""
@@ -66,20 +77,26 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(folder, [finding, replace(finding, rule="7", severity="warning")])
 
 
-@pytest.fixture
-def opened(report: Path, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+@contextmanager
+def open_page(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
     """The page in a window of this width and scheme; it must complain of nothing and ask for nothing."""
-    width, scheme = getattr(request, "param", (1280, "light"))
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith("file:") else None)
-    page.goto(report.as_uri())
+    page.goto(file.as_uri())
     yield page
     context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def opened(report: Path, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The report, in a window of the width and scheme of the parameter."""
+    with open_page(browser, report, *getattr(request, "param", ())) as page:
+        yield page
 
 
 @pytest.mark.parametrize("opened", [(1280, "light"), (1280, "dark"), (375, "light"), (375, "dark")], indirect=True)
@@ -87,19 +104,29 @@ def test_every_word_stands_out_and_nothing_hangs_over(opened: Any) -> None:
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
     found = opened.evaluate(TEXTS)
     assert len(found) > 300
-    faint = [(text, colour, paper) for text, colour, paper in found if _contrast(colour, paper) < 4.5]
-    assert faint == []
+    assert faint_texts(found) == []
+
+
+def faint_texts(found: list[Any]) -> list[Any]:
+    """The texts of `TEXTS` that have too little contrast."""
+    return [each for each in found if _contrast(each[1], each[2]) < 4.5]
+
+
+def test_the_page_of_a_plan_on_a_phone(tmp_path: Path, browser: Any) -> None:
+    cluster = "2 hosts x 4 a100, 25gbit"
+    answer = answer_request(PlanRequest(cluster=cluster, model="gpt(8, 1024)", codecs=("topk(0.01)",)))
+    write_plan_page(tmp_path / "plan.html", answer, top=10)
+    with open_page(browser, tmp_path / "plan.html", 375, "dark") as page:
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        found = page.evaluate(TEXTS)
+        assert len(found) > 200
+        assert faint_texts(found) == []
+        assert min(page.evaluate(LETTERS)) >= 8.5
 
 
 @pytest.mark.parametrize("opened", [(375, "light")], indirect=True)
 def test_on_a_phone_letters_of_pictures_are_large_enough_and_tables_keep_their_names(opened: Any) -> None:
-    sizes = opened.evaluate(
-        """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
-             const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
-             const size = (text) => parseFloat(getComputedStyle(text).fontSize) * scale;
-             return [...svg.querySelectorAll("text")].map(size);
-           })"""
-    )
+    sizes = opened.evaluate(LETTERS)
     assert len(sizes) > 50
     assert min(sizes) >= 8.5
     table = opened.locator("#entries .scroll")

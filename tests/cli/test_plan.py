@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from pathlib import Path
+from xml.dom.minidom import parseString
 
 import pytest
 
@@ -32,6 +34,41 @@ def test_a_described_model_on_a_described_cluster(tmp_path: Path, capsys: pytest
         assert plan["interval_s"][0] < plan["step_s"] < plan["interval_s"][1]
         assert sum(plan["memory_by_kind"].values()) == pytest.approx(plan["memory_bytes"])
     assert answer["plans"][0]["plan"] in table[1]
+
+
+def test_the_page_of_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, file = tmp_path / "new" / "plan.html", tmp_path / "plans.json"
+    cluster = "2 hosts x 4 a100, 10gbit, $2 an hour"
+    words = ["plan", "--model", "gpt(8, 1024)", "--cluster", cluster, "--codec", "topk(0.01)", "--top", "4"]
+    target = ["--epochs", "8:30, 512:31", "--samples", "9000"]
+    assert main([*words, *target, "--json", str(file), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"written: {page}\n")
+    text, answer = page.read_text(), json.loads(file.read_text())
+    pictures = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
+    assert [re.findall(r"aria-labelledby=.about-(\w+)", each) for each in pictures] == [
+        ["steps"],
+        ["memory"],
+        ["scaling"],
+    ]
+    for each in pictures:
+        parseString(each)  # noqa: S318 (it was written here)
+    assert re.findall(r"#[0-9a-f]{6};", "".join(pictures)) == []  # the page's colours, light and dark
+    plain = unescape(re.sub(r"<[^>]+>", "", text))
+    for sentence in (answer["limit"]["sentence"], *answer["remarks"]):
+        assert sentence[1:] in plain
+    for note in answer["notes"]:
+        assert note in plain
+    plans = re.search(r'<section id="plans">.*?</section>', text, flags=re.DOTALL)
+    assert plans is not None
+    shown = [unescape(re.sub(r"<[^>]+>", "", row)) for row in re.findall(r'<th scope="row">.*?</th>', plans[0])]
+    assert shown == [f"plan {number} {plan['plan']}" for number, plan in enumerate(answer["plans"][:4], 1)]
+    assert re.findall(r"https?:|@import|\bsrc=", text) == []
+    scaled = re.search(r'<section id="scaled">.*?</section>', text, flags=re.DOTALL)
+    assert scaled is not None
+    assert re.findall(r'<td class="n">(\d+)</td><td class="n">(\d+)</td>', scaled[0]) == [
+        (str(ranks), str(8 * ranks)) for ranks in (1, 2, 4, 8)
+    ]
 
 
 def test_a_profile_with_time_and_cost_to_a_target(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 examples:
   syncline plan --model "gpt(layers=32, hidden=4096)" --cluster "16 hosts x 8 a100, 100gbit"
   syncline plan --model "resnet(50)" --cluster "4 hosts x 8 v100, 100gbit" --batch 4096 --codec "topk(0.01)"
-  syncline plan profile.json --cluster cluster.toml --batch 512
+  syncline plan profile.json --cluster cluster.toml --batch 512 --html plan.html
   syncline plan --model "resnet(50)" --cluster '8 hosts x 8 v100, 100gbit, $2.5 an hour' --batch 8192 \\
                 --epochs "1664:36.2, 3328:41, 33280:56" --samples 1281167
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from pathlib import Path
 
 from syncline.errors import SpecError
@@ -47,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="samples of an epoch, for --epochs")
     parser.add_argument("--top", type=int, default=10, help="plans that are printed; default %(default)s")
     parser.add_argument("--json", metavar="FILE", help="also write all plans to a file")
+    parser.add_argument("--html", metavar="PAGE", help="also write a page: plans, scaling, parts of a step, memory")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,4 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         write_json_text(arguments.json, json.dumps(answer.as_json(), indent=1) + "\n")
         print(f"written: {arguments.json}")
+    if arguments.html is not None:
+        from syncline.bench.report.plan_page import write_plan_page
+
+        write_plan_page(arguments.html, answer, arguments.top, shlex.join(["syncline", *sys.argv[1:]]))
+        print(f"written: {arguments.html}")
     return 0

@@ -11,7 +11,7 @@ from syncline.errors import SpecError
 from syncline.planner.calibration import DESCRIBED, DeviceCalibration, calibration_for
 from syncline.planner.cluster import Cluster, read_cluster
 from syncline.planner.layer_costs import DescribedCosts, MeasuredCosts, ModelCosts
-from syncline.planner.limits import Limit, codec_sentence, find_limit
+from syncline.planner.limits import Limit, codec_sentence, find_limits
 from syncline.planner.models import ModelWork, build_model
 from syncline.planner.plans import TrainingPlan
 from syncline.planner.prediction import PredictedStep, StepPredictor
@@ -52,13 +52,20 @@ class PlanAnswer:
 
     request: PlanRequest
     predictor: StepPredictor
+    settings: SearchSettings
     ranked: RankedPlans
-    limit: Limit
+    limits: tuple[Limit, ...]
+    """Of the best plan, the largest first."""
     remarks: tuple[str, ...]
     """One sentence for each codec, and one about PipeDream for a measured profile."""
     notes: tuple[str, ...]
     calibration: DeviceCalibration
     batch: int
+
+    @property
+    def limit(self) -> Limit:
+        """What limits the best plan most."""
+        return self.limits[0]
 
     def to_target(self, prediction: PredictedStep) -> tuple[float, float | None] | None:
         """Seconds to the target, and its price if one is given."""
@@ -135,8 +142,8 @@ def answer_request(request: PlanRequest) -> PlanAnswer:
     remarks = [codec_sentence(predictor, ranked.best, codec) for codec in request.codecs]
     if isinstance(costs, MeasuredCosts) and 1 < cluster.size <= MAX_PIPEDREAM_WORKERS:
         remarks.append(pipedream_sentence(costs.profile, cluster))
-    limit = find_limit(predictor, ranked.best)
-    return PlanAnswer(request, predictor, ranked, limit, tuple(remarks), tuple(notes), calibration, batch)
+    limits = find_limits(predictor, ranked.best)
+    return PlanAnswer(request, predictor, settings, ranked, limits, tuple(remarks), tuple(notes), calibration, batch)
 
 
 def pipedream_sentence(profile: ModelProfile, cluster: Cluster) -> str:

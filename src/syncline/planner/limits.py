@@ -26,7 +26,7 @@ from syncline.planner.plans import SERVED, TrainingPlan
 from syncline.planner.prediction import PredictedStep, StepPredictor
 from syncline.planner.quantities import format_duration, format_size
 
-__all__ = ["Limit", "codec_sentence", "find_limit"]
+__all__ = ["Limit", "codec_sentence", "compute_limit", "find_limit", "find_limits", "limit_of"]
 
 SKINNY_SHARE = 0.6
 """Matrix products below this share of what large ones reach are called skinny."""
@@ -46,29 +46,47 @@ class Limit:
 
 
 def find_limit(predictor: StepPredictor, prediction: PredictedStep) -> Limit:
-    """The limit of a plan."""
-    shares = limit_seconds(predictor, prediction)
-    kind = max(shares, key=lambda each: shares[each])
-    share = shares[kind] / prediction.seconds
-    if share < MIN_SHARE:
-        device = predictor.cluster.device.name
+    """The largest limit of a plan."""
+    return find_limits(predictor, prediction)[0]
+
+
+def find_limits(predictor: StepPredictor, prediction: PredictedStep) -> tuple[Limit, ...]:
+    """The limits of a plan, the largest first. If there is none, the computation."""
+    costs = limit_seconds(predictor, prediction)
+    kinds = [kind for kind, seconds in costs.items() if seconds >= MIN_SHARE * prediction.seconds]
+    if not kinds:
         busy = prediction.parts["compute"] / prediction.seconds
-        return Limit(
-            "compute",
-            busy,
-            0.0,
-            f"the computation itself limits it: {busy:.0%} of the step; only faster devices than {device}, or more of "
-            "them, would help",
-        )
-    remedy, faster = _remedy(predictor, prediction, kind)
-    gain = max(0.0, 1 - faster / prediction.seconds)
-    saved = format_duration(max(0.0, prediction.seconds - faster))
+        return (compute_limit(busy, predictor.cluster.device.name),)
+    found = []
+    for kind in sorted(kinds, key=lambda each: -costs[each]):
+        remedy, faster = _remedy(predictor, prediction, kind)
+        cause = _described(predictor, prediction, kind)
+        found.append(limit_of(kind, cause, costs[kind], prediction.seconds, remedy, faster))
+    return tuple(found)
+
+
+def compute_limit(busy: float, device: str) -> Limit:
+    """The limit of a step in which nothing else takes a notable share. `busy` is the share of the computation."""
     sentence = (
-        f"{_described(predictor, prediction, kind)}: {format_duration(shares[kind])} of "
-        f"{format_duration(prediction.seconds)} a step ({share:.0%}); with {remedy} the step would be {saved} "
-        f"({gain:.0%}) shorter"
+        f"the computation itself limits it: {busy:.0%} of the step; only faster devices than {device}, or more of "
+        "them, would help"
     )
-    return Limit(kind, share, gain, sentence)
+    return Limit("compute", busy, 0.0, sentence)
+
+
+def limit_of(kind: str, cause: str, cost_s: float, step_s: float, remedy: str, remedied_s: float) -> Limit:
+    """A limit that costs `cost_s` of a step, and the sentence about it. With the remedy the step takes `remedied_s`.
+
+    >>> limit_of("input", "the input limits it: too slow", 0.02, 0.1, "twice as many readers", 0.09).sentence
+    'the input limits it: too slow: 20 ms of 100 ms a step (20%); with twice as many readers the step would be 10 ms \
+(10%) shorter'
+    """
+    saved = max(0.0, step_s - remedied_s)
+    sentence = (
+        f"{cause}: {format_duration(cost_s)} of {format_duration(step_s)} a step ({cost_s / step_s:.0%}); with "
+        f"{remedy} the step would be {format_duration(saved)} ({saved / step_s:.0%}) shorter"
+    )
+    return Limit(kind, cost_s / step_s, saved / step_s, sentence)
 
 
 def limit_seconds(predictor: StepPredictor, prediction: PredictedStep) -> dict[str, float]:
@@ -180,8 +198,7 @@ def _remedy(predictor: StepPredictor, prediction: PredictedStep, kind: str) -> t
 
 def _on(predictor: StepPredictor, cluster: Cluster, plan: TrainingPlan) -> float:
     """Seconds of the plan on a changed cluster."""
-    changed = StepPredictor(predictor.costs, cluster, compute_scale=predictor.compute_scale)
-    return changed.predict(plan).seconds
+    return predictor.on(cluster).predict(plan).seconds
 
 
 def _larger(predictor: StepPredictor, plan: TrainingPlan) -> TrainingPlan:

@@ -17,6 +17,7 @@ step = compute + bubble + tensor + transfer + reduction + codec + waiting + opti
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,11 @@ class PredictedStep:
         return self.seconds * self.factors[0], self.seconds * self.factors[1]
 
     @property
+    def hidden_s(self) -> float:
+        """Seconds of the exchange of gradients that run beside the backward, and cost no time."""
+        return max(0.0, self.exchange_s - self.parts["reduction"])
+
+    @property
     def throughput(self) -> float:
         """Samples per second of all ranks."""
         return self.plan.batch / self.seconds
@@ -113,6 +119,12 @@ class StepPredictor:
         """By how much computation is slower than described. A calibration sets it."""
         self._reductions: dict[tuple[object, ...], float] = {}
         self._stages: dict[tuple[object, ...], tuple[StageLayers, ...]] = {}
+
+    def on(self, cluster: Cluster) -> StepPredictor:
+        """The same predictor on another cluster with the same device."""
+        other = copy.copy(self)
+        other.cluster, other._reductions = cluster, {}
+        return other
 
     def stages(self, plan: TrainingPlan) -> tuple[StageLayers, ...]:
         """The stages of a plan."""

@@ -6,8 +6,9 @@ import re
 import time
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from syncline.bench.lint.base import Finding
@@ -19,7 +20,7 @@ from syncline.bench.report.plots import PHASE_COLOURS, PHASE_LABELS, ReportPlot,
 from syncline.bench.report.verdict import RaceVerdict
 from syncline.bench.runlog import RaceRecord
 
-__all__ = ["inline_svg", "page"]
+__all__ = ["inline_svg", "page", "render_page"]
 
 PLACES = {
     "local": "processes on one machine",
@@ -37,18 +38,13 @@ def page(
     missing: str = "",
 ) -> str:
     """The content of `report.html`; `missing` says why there are no plots."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number_phrase, "bytes": bytes_phrase, "percent": _percent, "spec": _spec}
-    parts = files("syncline.bench.report").joinpath("templates")
     factor, unit = time_unit([entry.time.median for entry in analysis.entries if entry.time is not None])
     staleness = {entry.name: entry.staleness_counts for entry in _ordered(analysis)}
     step, step_unit = time_unit([sum(entry.phases.values()) for entry in analysis.entries])
-    return environment.from_string(parts.joinpath("report.html.j2").read_text("utf-8")).render(
-        css=Markup(_colours() + parts.joinpath("report.css").read_text("utf-8")),  # noqa: S704
-        script=Markup(parts.joinpath("report.js").read_text("utf-8")),  # noqa: S704
-        pictures={plot.name: Markup(inline_svg(plot)) for plot in plots},  # noqa: S704
-        drawn=plots,
-        missing=missing,
+    return render_page(
+        "report.html.j2",
+        plots,
+        missing,
         race=race,
         plan=race.plan,
         place=_place(race.plan.place),
@@ -75,6 +71,22 @@ def page(
         kinds="; ".join(
             dict.fromkeys(entry.time.describe() for entry in analysis.entries if entry.time and entry.time.finite)
         ),
+    )
+
+
+def render_page(template: str, plots: Sequence[ReportPlot], missing: str, **values: Any) -> str:
+    """A page from a template, with the plots, style and script of all pages. `missing` says why there are no plots."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number_phrase, "bytes": bytes_phrase, "percent": _percent, "spec": _spec}
+    parts = files("syncline.bench.report").joinpath("templates")
+    environment.loader = FunctionLoader(lambda name: parts.joinpath(name).read_text("utf-8"))
+    return environment.get_template(template).render(
+        css=Markup(_colours() + parts.joinpath("report.css").read_text("utf-8")),  # noqa: S704
+        script=Markup(parts.joinpath("report.js").read_text("utf-8")),  # noqa: S704
+        pictures={plot.name: Markup(inline_svg(plot)) for plot in plots},  # noqa: S704
+        drawn=plots,
+        missing=missing,
+        **values,
     )
 
 

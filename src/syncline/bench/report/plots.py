@@ -25,7 +25,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PHASE_COLOURS", "PHASE_LABELS", "ReportPlot", "colour_variables", "draw_plots", "plot_styles"]
+__all__ = [
+    "GRID",
+    "INK",
+    "MUTED",
+    "PHASE_COLOURS",
+    "PHASE_LABELS",
+    "SERIES_COLOURS",
+    "ReportPlot",
+    "colour_variables",
+    "draw_plots",
+    "label_rows",
+    "new_figure",
+    "plot_settings",
+    "plot_styles",
+    "render_figure",
+]
 
 TEXT_COLOURS = {"ink": ("#1c2126", "#e8ebee"), "muted": ("#586069", "#a3acb5"), "grid": ("#dfe3e8", "#343b43")}
 """Text, secondary text and grid, each for light and for dark."""
@@ -118,7 +133,7 @@ class ReportPlot:
     """With a white background."""
 
 
-def _new_figure(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+def new_figure(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
     """An empty figure of this height in inches, with one panel per row."""
     from matplotlib.figure import Figure
 
@@ -126,11 +141,11 @@ def _new_figure(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
 
 
-def _render(name: str, title: str, about: str, figure: Figure) -> ReportPlot:
+def render_figure(name: str, title: str, about: str, figure: Figure) -> ReportPlot:
     """Render a figure to SVG and PNG. The same figure gives the same bytes."""
     metadata = {"svg": {"Date": None, "Creator": None, "Format": None, "Type": None}, "png": {"Software": None}}
     files = {}
-    with _plot_settings(salt=name):
+    with plot_settings(salt=name):
         for kind, background in (("svg", "none"), ("png", "white")):
             written = io.BytesIO()
             figure.savefig(written, format=kind, dpi=200, metadata=metadata[kind], facecolor=background)
@@ -140,7 +155,7 @@ def _render(name: str, title: str, about: str, figure: Figure) -> ReportPlot:
 
 
 @contextmanager
-def _plot_settings(salt: str = "syncline") -> Iterator[None]:
+def plot_settings(salt: str = "syncline") -> Iterator[None]:
     """The matplotlib settings of all plots; `salt` makes the identifiers inside an SVG unique."""
     try:
         import matplotlib
@@ -181,7 +196,7 @@ def _plot_settings(salt: str = "syncline") -> Iterator[None]:
 
 def draw_plots(race: Analysis) -> list[ReportPlot]:
     """All plots that have data."""
-    with _plot_settings():
+    with plot_settings():
         styles = plot_styles([entry.name for entry in race.entries], race.baseline)
         plots = [
             _curves(race, styles, "time", "seconds", lambda one: one.elapsed),
@@ -203,7 +218,7 @@ def _curves(
     shown = {entry: runs for entry, runs in shown.items() if runs}
     if not shown:
         return None
-    figure, (axes,) = _new_figure(3.0 + 0.17 * math.ceil((len(shown) + 1) / 2))
+    figure, (axes,) = new_figure(3.0 + 0.17 * math.ceil((len(shown) + 1) / 2))
     for entry, runs in shown.items():
         style = styles[entry]
         for run in runs:
@@ -218,7 +233,7 @@ def _curves(
             markersize=3.2,
             markevery=max(1, len(middle) // 6),
             linewidth=1.7,
-            label=_shorten(entry),
+            label=shorten_name(entry),
         )
     axes.axhline(
         race.target, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=f"target {number_phrase(race.target)}"
@@ -233,7 +248,7 @@ def _curves(
         axes.set_xlabel(f"{label} (log)")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=3)
     about = f"Validation {race.metric} against {label}: {len(shown)} entries, median over seeds and every seed."
-    return _render(f"curves-{name}", f"{race.metric.capitalize()} against {name}", about, figure)
+    return render_figure(f"curves-{name}", f"{race.metric.capitalize()} against {name}", about, figure)
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -263,8 +278,9 @@ def _median_curve(runs: Sequence[RunFacts], across: Callable[[LoggedEvaluation],
     ]
 
 
-def _rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), [_shorten(name) for name in names])
+def label_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Name the rows of a panel, from the top."""
+    axes.set_yticks(range(len(names)), [shorten_name(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(False, axis="y")
 
@@ -275,7 +291,7 @@ def _times(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     finite = [run.time_to_target for entry in entries for run in race.of(entry.name) if run.reached]
     if not finite:
         return None
-    figure, (axes,) = _new_figure(0.9 + 0.27 * len(entries))
+    figure, (axes,) = new_figure(0.9 + 0.27 * len(entries))
     factor, unit = time_unit(entry.time.median for entry in entries if entry.time)
     edge = factor * max(finite) * 2.2
     for row, entry in enumerate(entries):
@@ -290,13 +306,13 @@ def _times(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
         missed = sum(not run.reached for run in race.of(entry.name))
         if missed:
             axes.text(edge, row, f"{missed} never", ha="right", va="center", color=MUTED, fontsize=8.5)
-    _rows(axes, [entry.name for entry in entries])
+    label_rows(axes, [entry.name for entry in entries])
     axes.set_xscale("log")
     _log_ticks(axes)
     axes.set_xlim(right=edge * 1.05)
     axes.set_xlabel(f"time to {race.metric} {number_phrase(race.target)}, {unit} (log)")
     about = "Time to the target of every entry: each seed, the median and its interval."
-    return _render("time-to-target", "Time to target", about, figure)
+    return render_figure("time-to-target", "Time to target", about, figure)
 
 
 def _log_ticks(axes: Axes) -> None:
@@ -319,7 +335,7 @@ def _steps(race: Analysis) -> ReportPlot | None:
     if unit == "s":
         factor, unit = 1e3, "ms"
     names = [name for name in PHASE_COLOURS if any(entry.shares.get(name, 0.0) > 0.002 for entry in entries)]
-    figure, (axes,) = _new_figure(1.0 + 0.27 * len(entries) + 0.17 * math.ceil(len(names) / 3))
+    figure, (axes,) = new_figure(1.0 + 0.27 * len(entries) + 0.17 * math.ceil(len(names) / 3))
     left = [0.0] * len(entries)
     hatches = {"exposed": "///", "codec": "xx"}
     for name in PHASE_COLOURS:
@@ -331,11 +347,11 @@ def _steps(race: Analysis) -> ReportPlot | None:
                 edgecolor=GRID, linewidth=0,
             )  # fmt: skip
             left = [start + width for start, width in zip(left, widths, strict=True)]
-    _rows(axes, [entry.name for entry in entries])
+    label_rows(axes, [entry.name for entry in entries])
     axes.set_xlabel(f"{unit} a step, evaluations spread over the steps")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     about = "Seconds of a step by phase, for every entry: " + ", ".join(names) + "."
-    return _render("phases", "Time of a step", about, figure)
+    return render_figure("phases", "Time of a step", about, figure)
 
 
 def _predictions(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
@@ -343,7 +359,7 @@ def _predictions(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | N
     entries = [entry for entry in race.entries if entry.prediction is not None]
     if not entries:
         return None
-    figure, panels = _new_figure(1.5 + 0.42 * len(entries), rows=2)
+    figure, panels = new_figure(1.5 + 0.42 * len(entries), rows=2)
     for axes, what in zip(panels, ("step", "communication"), strict=True):
         for row, entry in enumerate(entries):
             prediction = entry.prediction
@@ -358,19 +374,19 @@ def _predictions(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | N
             )  # fmt: skip
             if seen is not None:
                 axes.plot([1e3 * seen], [row], color=colour, marker="o", markersize=4, linestyle="")
-        _rows(axes, [entry.name for entry in entries])
+        label_rows(axes, [entry.name for entry in entries])
         axes.set_xlim(left=0)
         axes.set_xlabel("a whole step, ms" if what == "step" else "communication of a step, ms")
     panels[0].set_title("◇ predicted   ● measured", loc="right")
     about = "Predicted and measured milliseconds of a step, and of its communication, for every entry."
-    return _render("predictions", "Predicted and measured", about, figure)
+    return render_figure("predictions", "Predicted and measured", about, figure)
 
 
 def _scaling(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     entries = [entry for entry in race.entries if len(entry.scaling) > 1]
     if not entries:
         return None
-    figure, (upper, lower) = _new_figure(4.6 + 0.17 * math.ceil(len(entries) / 2), rows=2)
+    figure, (upper, lower) = new_figure(4.6 + 0.17 * math.ceil(len(entries) / 2), rows=2)
     sizes = sorted({point.workers for entry in entries for point in entry.scaling})
     times = [point.time.median for entry in entries for point in entry.scaling if point.time.finite]
     factor, unit = time_unit(times)
@@ -381,7 +397,7 @@ def _scaling(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
         }  # fmt: skip
         known = [point for point in entry.scaling if point.efficiency is not None]
         speeds = [(point.efficiency or 0.0) * point.workers for point in known]
-        upper.plot([point.workers for point in known], speeds, label=_shorten(entry.name), **shown)
+        upper.plot([point.workers for point in known], speeds, label=shorten_name(entry.name), **shown)
         reached = [point for point in entry.scaling if point.time.finite]
         lower.plot([point.workers for point in reached], [factor * point.time.median for point in reached], **shown)
     upper.plot(sizes, sizes, color=INK, linewidth=1, linestyle=(0, (2, 2)), label="ideal")
@@ -394,8 +410,8 @@ def _scaling(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     lower.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=3)
     about = "Throughput and time to the target against the number of workers, for every entry."
-    return _render("scaling", "Scaling", about, figure)
+    return render_figure("scaling", "Scaling", about, figure)
 
 
-def _shorten(name: str) -> str:
+def shorten_name(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 1]}…"

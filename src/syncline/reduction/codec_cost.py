@@ -7,7 +7,7 @@ time, as in training. The best of several attempts counts: the first one compile
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +15,14 @@ from torch import Tensor
 from syncline.codecs import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.base import pack, unpack
 from syncline.codecs.kernels.dispatch import needs_compiling
-from syncline.collectives import NATIVE
+from syncline.collectives import AUTO, NATIVE
+from syncline.collectives.compressed import CompressedCollectives
 from syncline.costs import predict_on
-from syncline.reduction.buckets import real_numel
+from syncline.reduction.buckets import BucketItem, assign_buckets, real_numel
 from syncline.reduction.communicator import Communicator
+from syncline.world import Group
 
-__all__ = ["codec_advice", "compressed_seconds", "dense_seconds", "slowdown_warning"]
+__all__ = ["codec_advice", "codec_seconds", "compressed_seconds", "dense_seconds", "slowdown_warning"]
 
 logger = logging.getLogger("syncline")
 
@@ -62,31 +64,62 @@ def dense_seconds(communicator: Communicator, sizes: Sequence[int]) -> float:
 
 def compressed_seconds(communicator: Communicator, buckets: Buckets) -> tuple[float, float]:
     """Predicted seconds of a step with the codec: sending, and the codec's work. Every rank calls it."""
-    network = communicator.group.auto.network()
+    return _expected_seconds(communicator.group, communicator.compressed, buckets)
+
+
+def codec_seconds(group: Group, codec: Codec, parameters: Mapping[str, Tensor]) -> tuple[float, float]:
+    """The same for a codec that is not in use yet, with buckets of the default size. Every rank of the group calls it.
+
+    `parameters` are those of a model, by name.
+    """
+    tensors = list(parameters.values())
+    codecs = [codec.codec_for(name, each.numel()) for name, each in parameters.items()]
+    items = [
+        BucketItem(each.nbytes, f"{each.dtype} by {coder!r}", contiguous=coder is None)
+        for each, coder in zip(tensors, codecs, strict=True)
+    ]
+    buckets: list[tuple[Codec, list[Tensor]]] = []
+    sending = 0.0
+    for members in assign_buckets(items, order=range(len(items) - 1, -1, -1)):
+        held, coder = [tensors[member] for member in members], codecs[members[0]]
+        if coder is None:
+            nbytes = sum(each.nbytes for each in held)
+            sending += predict_on(group.channel, NATIVE, nbytes, group.auto.network()).seconds
+        else:
+            buckets.append((coder, held))
+    compressed = CompressedCollectives(AUTO, codec)
+    for coder, held in buckets:
+        compressed.choose(coder, tuple(map(real_numel, held)), group.size, group.auto.network)
+    sent, working = _expected_seconds(group, compressed, buckets)
+    return sending + sent, working
+
+
+def _expected_seconds(group: Group, compressed: CompressedCollectives, buckets: Buckets) -> tuple[float, float]:
+    network = group.auto.network()
     sending = working = 0.0
     measured: dict[str, tuple[int, float, list[int]]] = {}
     for codec, parameters in buckets:
         numel = sum(parameter.numel() for parameter in parameters)
         known = measured.get(repr(codec))
         if known is None or known[0] < min(numel, MAX_MEASURED_ELEMENTS):  # in large models the first buckets suffice
-            known = measured[repr(codec)] = (numel, *_measure(communicator, codec, parameters))
+            known = measured[repr(codec)] = (numel, *_measure(group, codec, parameters))
         share = numel / max(1, known[0])
         working += known[1] * share
         wire = [round(each * share) for each in known[2]]
         if codec.traits.allreducible:
-            sending += sum(predict_on(communicator.group.channel, NATIVE, each, network).seconds for each in wire)
+            sending += sum(predict_on(group.channel, NATIVE, each, network).seconds for each in wire)
         else:
             sizes = tuple(map(real_numel, parameters))
-            sending += communicator.compressed.seconds(codec, sizes, communicator.size, network)
+            sending += compressed.seconds(codec, sizes, group.size, network)
     return sending, working
 
 
-def _measure(communicator: Communicator, codec: Codec, parameters: Sequence[Tensor]) -> tuple[float, list[int]]:
+def _measure(group: Group, codec: Codec, parameters: Sequence[Tensor]) -> tuple[float, list[int]]:
     """Measured seconds of the codec's work in a step, and the bytes of each tensor that the wire sums."""
-    now, seconds = communicator.world.runtime.now, float("inf")
+    now, seconds = group.world.runtime.now, float("inf")
     wire: list[int] = []
     step = codec.traits.steady_from_step
-    rng = RngKey(step=step, rank=communicator.rank)
+    rng = RngKey(step=step, rank=group.rank)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = [_part(codec, parameter, str(number)) for number, parameter in enumerate(parameters)]
@@ -100,7 +133,7 @@ def _measure(communicator: Communicator, codec: Codec, parameters: Sequence[Tens
             between = now()
             unpack(codec, payload, [part.flat for part in parts], True, step=step)
             # Its own and the others' payloads, or shards of them twice.
-            start -= (now() - between) * (min(communicator.size, 2) - 1)
+            start -= (now() - between) * (min(group.size, 2) - 1)
         seconds = min(seconds, now() - start) if attempt else seconds
     return seconds * scale, wire
 

@@ -23,7 +23,7 @@ from syncline.transports import Handle, Transport
 from syncline.transports.messages import CompletedHandle
 from syncline.world import Group, World, allgather, allreduce, broadcast_from, broadcast_object
 
-__all__ = ["Communicator", "broadcast_tensors", "broadcast_tree", "check_same"]
+__all__ = ["Communicator", "broadcast_tensors", "broadcast_tree", "check_same", "check_same_in"]
 
 BATCH_BYTES = 1 << 20
 """Small tensors are broadcast together, up to about this size."""
@@ -246,19 +246,22 @@ class _NativeSum:
 
 def check_same(communicator: Communicator, what: str, mine: Mapping[str, str]) -> None:
     """Compare text entries between the ranks. Raises the same error on every rank: the first difference from rank 0."""
-    if communicator.size == 1:
+    check_same_in(communicator.group, what, mine)
+
+
+def check_same_in(group: Group, what: str, mine: Mapping[str, str]) -> None:
+    """`check_same` in a group."""
+    if group.size == 1:
         return
     text = json.dumps(list(mine.items())).encode()
-    digests = allgather(
-        torch.tensor([zlib.crc32(text), len(text)], dtype=torch.int64).view(1, 2), group=communicator.group
-    )
+    digests = allgather(torch.tensor([zlib.crc32(text), len(text)], dtype=torch.int64).view(1, 2), group=group)
     if bool((digests == digests[0]).all()):
         return
     lengths = digests[:, 1].tolist()
-    everything = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=communicator.group)
+    everything = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group)
     parts = torch.split(everything, lengths)
     tables = [dict(json.loads(bytes(part.tolist()))) for part in parts]
-    ranks = communicator.group.ranks
+    ranks = group.ranks
     for rank, table in zip(ranks, tables, strict=True):
         difference = _difference(tables[0], table, ranks[0], rank)
         if difference:

@@ -9,6 +9,7 @@ from syncline.specs import Registry
 from syncline.strategies.adacomm import AdaComm
 from syncline.strategies.allreduce import AllReduce
 from syncline.strategies.asynchronous import AsynchronousRun
+from syncline.strategies.auto import AutoCandidate, AutoStrategy
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, strategy_run
 from syncline.strategies.bsp import BSP
 from syncline.strategies.diloco import DiLoCo
@@ -30,6 +31,8 @@ __all__ = [
     "AdaComm",
     "AllReduce",
     "AsynchronousRun",
+    "AutoCandidate",
+    "AutoStrategy",
     "Average",
     "DiLoCo",
     "Downpour",
@@ -56,6 +59,7 @@ __all__ = [
 STRATEGIES: tuple[type[Strategy], ...] = (
     *(AllReduce, BSP, SSP, Downpour, Hogwild, Master),
     *(Local, AdaComm, DiLoCo, EASGD, Gossip, OneSided, Average, Ensemble),
+    AutoStrategy,
 )
 
 WHOLE_MODEL = (

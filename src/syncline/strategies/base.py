@@ -82,6 +82,8 @@ class RunSettings:
     """The optimizers after the first, if a model has several."""
     on_resize: Callable[[int, int], None] | None = None
     """Called with the old and the new number of workers when the team of an elastic job changes."""
+    auto: Mapping[str, Any] | None = None
+    """What `auto` has chosen, and why. None: the user has named the strategy."""
     find_unused_parameters: bool = False
     """True: a worker without a gradient that others have counts as zeros in the mean. False: that is refused."""
 
@@ -165,7 +167,7 @@ class Strategy:
         options = {
             field.name: getattr(self, field.name)
             for field in fields(self)  # type: ignore[arg-type]
-            if getattr(self, field.name) != field.default
+            if field.repr and getattr(self, field.name) != field.default
         }
         return str(Spec(self.name, (), options))
 
@@ -407,6 +409,7 @@ class StrategyRun(Run):
             "bucket_bytes": self.settings.bucket_bytes,
             "check_finite": self.settings.check_finite,
             "find_unused_parameters": self.settings.find_unused_parameters,
+            **({} if self.settings.auto is None else {"auto": dict(self.settings.auto)}),
         }
 
     def shard(

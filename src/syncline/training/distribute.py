@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError, warn_deprecated
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
-from syncline.strategies import Run, RunSettings, Strategy, build_strategy
+from syncline.strategies import AutoStrategy, Run, RunSettings, Strategy, build_strategy
 from syncline.strategies.model_watch import refuse_wrapped, refuse_wrapper_around
 from syncline.training.last_checkpoint import save_for_later
 from syncline.training.signals import leave_on_signals
-from syncline.world import World, current_world
+from syncline.world import Group, World, current_world
 
 if TYPE_CHECKING:
     from syncline.parallel.division_specs import DivisionSpec
@@ -78,6 +79,7 @@ def distribute(
     codec whose payloads cannot be summed it is "gather", "split" and others.
     With `check_finite` NaN or Inf in a gradient raises a `DivergedError` with rank, parameter and step; do not use it
     with a GradScaler, which needs to see them.
+    `strategy="auto"` takes what the planner predicts to be fastest: see `sl.strategies.AutoStrategy`.
     A worker that has no more data gets the state of the objects that are stepped after every batch: of PyTorch's
     learning-rate schedulers, which are detected, and of the objects in `schedulers`, such as your own schedules and a
     GradScaler. Several optimizers of one model are passed as a list, with strategy allreduce.
@@ -132,7 +134,15 @@ def distribute(
     check_model(model, world)
     check_parameters(model, world.size)
     check_optimizers(model, optimizers, built)
+    group, chosen_by_auto = None, None
+    if isinstance(built, AutoStrategy):
+        if divisions:
+            built.refuse_division()
+        group = world.group()
+        built, coder, chosen_by_auto = _choose(group, model, optimizers, built, coder)
+        check_optimizers(model, optimizers, built)
     settings = RunSettings(
+        auto=chosen_by_auto,
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         check_finite=check_finite,
         schedulers=tuple(schedulers),
@@ -146,7 +156,7 @@ def distribute(
         check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
         built.check_codec(coder)
     _prepare_elastic(world, model, optimizers, built, coder)
-    communicator = Communicator(world, algorithm, coder)
+    communicator = Communicator(world, algorithm, coder, group)
     check_same(communicator, "models", describe_model(model))
     for each in optimizers:
         check_same(communicator, "optimizers", describe_optimizer(each))
@@ -174,6 +184,28 @@ def distribute(
         raise
     world.runs.append(run)
     return run
+
+
+def _choose(
+    group: Group, model: nn.Module, optimizers: Sequence[Optimizer], auto: AutoStrategy, codec: Codec | None
+) -> tuple[Strategy, Codec | None, dict[str, Any]]:
+    """The strategy and the codec that the planner chooses, and why. In an elastic job the first team chooses."""
+    from syncline.planner.choice import StrategyChoice, choose_strategy
+
+    for candidate in auto.candidates(None if codec is None else repr(codec)):
+        if (other := build_codec(candidate.codec)) is not None:
+            check_optimizer_momentum(other, max(map(momentum_of, optimizers)))
+    elastic = group.world.elastic
+    if elastic is not None and elastic.joining:
+        choice = StrategyChoice.from_json(json.loads(elastic.share_choice("")))
+    else:
+        choice = choose_strategy(group, model, auto, optimizers, codec)
+        if elastic is not None:
+            elastic.share_choice(json.dumps(choice.as_json()))
+    if group.rank == 0:
+        logger.info("auto %s %s", "keeps" if choice.kept else "takes", choice.reason)
+    coder = codec if codec is not None else build_codec(choice.codec)
+    return build_strategy(choice.strategy), coder, choice.as_json()
 
 
 def _divide(

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from abc import ABC, abstractmethod
@@ -28,18 +29,18 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils.data import DataLoader
 
 from syncline.checkpoint import load, save
 from syncline.checkpoint.participants import Participants
 from syncline.data import move
-from syncline.errors import DivergedError, IncompatibleError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError
 from syncline.file_lock import FileLock
 from syncline.parallel.expert_layers import expert_statistics, find_experts
 from syncline.reduction import check_same
-from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
+from syncline.strategies import AutoStrategy, Shard, Step, Steps, Strategy, StrategyRun, build_strategy, strategy_run
 from syncline.training.distribute import distribute
 from syncline.training.pipeline_run import PipelineRun
 from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, duration
@@ -53,6 +54,8 @@ from syncline.workloads.base import Workload, batches
 from syncline.world import World, current_world
 
 __all__ = ["Outcome", "Schedule", "SyncPolicy", "Trainer", "train"]
+
+logger = logging.getLogger("syncline")
 
 LOG_PROGRESS_EVERY_S = 5.0
 """Interval between two log lines of speeds and loss within an epoch."""
@@ -110,7 +113,10 @@ def train(
         stack.enter_context(_hold_folder(world, place, new_run=resume is False, lock=lock))
         if rehearsed and settings.codec is not None and not world.transport.timing.virtual:
             _compile_codec(workload, settings, strategy, world)
-        run, scheduler = _distributed(workload, settings, strategy, world)
+        strategy = strategy or build_strategy(settings.strategy)
+        if isinstance(strategy, AutoStrategy):
+            strategy = replace(strategy, earlier=_earlier_choice(source, world))
+        run, scheduler = _distributed(workload, settings, strategy, world, seconds_a_sample)
         stack.enter_context(run)
         description = {key: str(value) for key, value in workload.describe().items() if key in DATA_KEYS}
         check_same(run.communicator, "data", description)  # hosts may have other files, or another Python's library
@@ -406,6 +412,8 @@ class Trainer:
                 self.folder.remove("summary")  # of an earlier attempt
                 self.folder.write("system", describe_world(self.world))
             self._write_config()
+            if (choice := self.attached.config.get("auto")) is not None:
+                progress.say(f"auto {'keeps' if choice['kept'] else 'takes'} {choice['reason']}")
             config, asynchronous = self.attached.config, self.attached.asynchronous
             log.log_start(self.workload, self.settings, config, self.first_step, asynchronous)
             self.clock.begin()
@@ -492,7 +500,11 @@ def _reader(run: StrategyRun | PipelineRun, workload: Workload, settings: Settin
 
 
 def _distributed(
-    workload: Workload, settings: Settings, strategy: Strategy | None, world: World
+    workload: Workload,
+    settings: Settings,
+    strategy: Strategy | None,
+    world: World,
+    seconds_a_sample: float | None = None,
 ) -> tuple[StrategyRun | PipelineRun, Schedule | None]:
     """The model, its optimizer and its schedule, attached to the strategy."""
     _seed_everything(settings.seed, world.rank)
@@ -501,6 +513,8 @@ def _distributed(
     steps = settings.steps_per_epoch(workload, world.size)
     total = min(steps * cast(int, settings.epochs), settings.steps or sys.maxsize)
     scheduler = settings.schedule(optimizer, world.size, epoch_steps=steps, total_steps=total)
+    if isinstance(strategy, AutoStrategy) and strategy.profile is None:
+        strategy = replace(strategy, step=_step_of(workload, settings, model, world, seconds_a_sample))
     options: dict[str, Any] = {
         "strategy": strategy or settings.strategy,
         "codec": settings.codec,
@@ -516,6 +530,44 @@ def _distributed(
     if any(True for _ in find_experts(model)):  # the steps of an epoch are counted for whole models
         options["parallel"] = "experts(1)"
     return strategy_run(distribute(model, optimizer, diagnose=settings.diagnose, **options)), scheduler
+
+
+def _step_of(
+    workload: Workload, settings: Settings, model: nn.Module, world: World, seconds_a_sample: float | None
+) -> Callable[[], None]:
+    """A function that computes forward and backward of one step on this worker, for `auto` to time."""
+    samples = cast(int, settings.batch)
+    batch = move(next(batches(workload.splits().train, samples)), world.device)
+    share = samples if settings.global_batch is None else -(-settings.global_batch // world.size)
+
+    def step() -> None:
+        pacer = None if seconds_a_sample is None else ComputePacer(world, model, seconds_a_sample)
+        try:
+            for _ in range(-(-share // samples)):
+                loss = workload.loss(model, batch)
+                if pacer is not None:
+                    pacer.forward(len(batch[0]))
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            if pacer is not None:
+                pacer.close()
+
+    return step
+
+
+def _earlier_choice(source: Path | None, world: World) -> dict[str, Any] | None:
+    """What `auto` chose for the run that is continued, on rank 0."""
+    if source is None or world.rank != 0:
+        return None
+    for folder in (source.parent, source.parent.parent):  # of the checkpoints, or of one checkpoint
+        try:
+            run = (RunFolder(folder).read("config") or {}).get("run")
+        except ProtocolError as error:
+            logger.warning("auto chooses anew: %s", error)
+            continue
+        if isinstance(run, dict) and isinstance(run.get("auto"), dict):
+            return dict(run["auto"])
+    return None
 
 
 def _compile_codec(workload: Workload, settings: Settings, strategy: Strategy | None, world: World) -> None:

@@ -85,6 +85,8 @@ JOIN_VARIABLE = "SYNCLINE_JOIN"
 PROGRESS_KEY = "control/progress"
 JOB_KEY = "control/job"
 """The store's key for the version of Syncline, the transport and the key of the job. The first worker writes it."""
+CHOICE_KEY = "control/choice"
+"""The prefix of the store's keys for what `auto` has chosen for each run."""
 RUN_KEY = "control/run"
 """The prefix of the store's keys for the description of each run: model, optimizers, strategy and codec."""
 ELASTIC_ENGINES = {"torch_dist": "TorchConnector", "zeromq": "ZmqConnector"}
@@ -485,6 +487,14 @@ class ElasticMember:
         else:
             key = f"{RUN_KEY}/{len(self._descriptions) - 1}"
             self.connector.store.compare_set(key, "", json.dumps(description))
+
+    def share_choice(self, choice: str) -> str:
+        """The choice that the first team has made for the next run: a newcomer takes it, and ignores its own `choice`.
+
+        Called before `compare_run`.
+        """
+        store, key = self.connector.store, f"{CHOICE_KEY}/{len(self._descriptions)}"
+        return (store.get(key) if self.joining else store.compare_set(key, "", choice)).decode()
 
     def compare_runs(self) -> None:
         """In a newcomer: compare its runs with those that the others have made so far."""

@@ -1,0 +1,414 @@
+"""`strategy="auto"`: measures a step and the network of a world, predicts the candidates, and takes the fastest.
+
+```text
+all ranks   network           its calibration, kept for the next run on the same hosts
+            forward, backward the time at which each gradient is ready
+            codecs            encoding and decoding of numbers like these gradients, all ranks at once
+rank 0      predicts a step of every candidate, chooses, and sends the choice to the others
+```
+
+A candidate other than all-reduce changes the result of training. It is chosen only if its step is shorter by more than
+the planner can tell apart (`search.INDISTINCT`).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.codecs import Codec, build_codec
+from syncline.errors import SpecError
+from syncline.parallel.partition import LayerCost, ModelProfile
+from syncline.parallel.profile import restoring_state
+from syncline.planner.calibration import MEASURED
+from syncline.planner.cluster import STEP_NOISE, Cluster, NetworkLevel, RankGroup
+from syncline.planner.devices import Device
+from syncline.planner.layer_costs import MeasuredCosts
+from syncline.planner.limits import find_limit
+from syncline.planner.plans import TrainingPlan, read_strategy
+from syncline.planner.prediction import PredictedStep, StepPredictor
+from syncline.planner.quantities import format_duration
+from syncline.planner.search import INDISTINCT
+from syncline.reduction import check_same_in, codec_seconds
+from syncline.strategies import AutoCandidate, AutoStrategy
+from syncline.transports import Network
+from syncline.world import Group, allgather, broadcast_object
+
+__all__ = ["StrategyChoice", "choose_strategy", "describe_network", "measure_gradients"]
+
+logger = logging.getLogger("syncline")
+
+WARM_UP_STEPS = 2
+MIN_STEPS, MAX_STEPS = 3, 15
+"""Steps that are timed."""
+TIMED_S = 1.0
+"""Seconds after which no more than `MIN_STEPS` steps are timed."""
+MIN_STEP_S = 1e-9
+"""On the simulator a step may take no time."""
+STREAM_BYTES = 1 << 24
+"""Size of the tensors whose addition measures the memory's bandwidth."""
+UNLIMITED = 1e30
+"""Bytes and rates on the simulator, where computing takes no time."""
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """What was chosen, and why. `predicted` has the seconds of each candidate's step, none if they are not known."""
+
+    strategy: str
+    codec: str | None
+    reason: str
+    workers: int
+    candidates: tuple[str, ...]
+    step_s: float | None = None
+    interval_s: tuple[float, float] | None = None
+    parts_s: Mapping[str, float] | None = None
+    predicted: Mapping[str, float] | None = None
+    limit: str | None = None
+    kept: bool = False
+    """Whether it was made for an earlier run that this one continues."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The choice for config.json."""
+        found = {**vars(self), "candidates": list(self.candidates)}
+        found["interval_s"] = None if self.interval_s is None else list(self.interval_s)
+        return found
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> StrategyChoice:
+        """The inverse of `as_json`.
+
+        Raises:
+            SpecError: if it is no choice.
+        """
+        try:
+            interval = found["interval_s"]
+            names = [name for name in cls.__dataclass_fields__ if name not in ("candidates", "interval_s", "kept")]
+            return cls(
+                **{name: found[name] for name in names},
+                candidates=tuple(found["candidates"]),
+                interval_s=None if interval is None else (float(interval[0]), float(interval[1])),
+                kept=bool(found.get("kept")),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise SpecError(f"the earlier choice of auto cannot be read ({error!r})") from None
+
+
+def choose_strategy(
+    group: Group,
+    model: nn.Module,
+    auto: AutoStrategy,
+    optimizers: Sequence[Optimizer],
+    codec: Codec | None,
+) -> StrategyChoice:
+    """Choose for this model and the ranks of a group. All ranks call it, and get rank 0's choice.
+
+    The model stays as it is.
+
+    Raises:
+        SpecError: if the profile is of another model, or `step` gives no gradient.
+        IncompatibleError: if the ranks ask for different choices.
+    """
+    candidates = auto.candidates(None if codec is None else repr(codec))
+    names = tuple(map(str, candidates))
+    if group.size == 1:
+        reason = f"{names[0]}: one worker exchanges nothing"
+        return StrategyChoice("allreduce", candidates[0].codec, reason, 1, names)
+    asked = {"strategy": repr(auto), "codec": repr(codec), "step to time": str(auto.step is not None)}
+    check_same_in(group, "strategies", asked)
+    kept = broadcast_object(_kept(auto, group.size, names) if group.rank == 0 else None, group=group)
+    if kept is not None:
+        return StrategyChoice.from_json(kept)
+    profile = _profile(group, model, auto)
+    if profile is None:
+        reason = f"{names[0]}: nothing else is allowed, and the seconds of a step are not known"
+        if len(candidates) > 1:
+            reason = (
+                f"{names[0]}: the seconds of a step are not known, so whether {' or '.join(names[1:])} would be faster "
+                "is not known either; give step= or profile="
+            )
+        return StrategyChoice("allreduce", candidates[0].codec, reason, group.size, names)
+    predictor = _predictor(group, model, profile, candidates)
+    found: dict[str, Any] | None = None
+    if group.rank == 0:
+        optimizer = _optimizer_name(optimizers[0])
+        plans = [_plan(each, group.size, profile.batch_size, optimizer) for each in candidates]
+        found = _fastest(predictor, candidates, plans).as_json()
+    return StrategyChoice.from_json(broadcast_object(found, group=group))
+
+
+def _kept(auto: AutoStrategy, workers: int, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """The earlier choice, if it was made for the same candidates and as many workers."""
+    if auto.earlier is None:
+        return None
+    try:
+        earlier = StrategyChoice.from_json(auto.earlier)
+    except SpecError as error:
+        logger.warning("auto chooses anew: %s", error)
+        return None
+    same = (earlier.workers, earlier.candidates) == (workers, names)
+    return replace(earlier, kept=True).as_json() if same else None
+
+
+def _fastest(
+    predictor: StepPredictor, candidates: Sequence[AutoCandidate], plans: Sequence[TrainingPlan]
+) -> StrategyChoice:
+    """The choice. The first candidate is all-reduce."""
+    steps = [predictor.predict(plan) for plan in plans]
+    usual = steps[0]
+    place = min(range(len(steps)), key=lambda each: steps[each].seconds)
+    if steps[place].seconds * (1 + INDISTINCT) > usual.seconds:
+        place = 0
+    best, names = steps[place], tuple(map(str, candidates))
+    limit = find_limit(predictor, best)
+    return StrategyChoice(
+        strategy=candidates[place].strategy,
+        codec=candidates[place].codec,
+        reason=f"{names[place]}: {_reason(names, steps, place)}; {limit.sentence}",
+        workers=best.plan.ranks,
+        candidates=names,
+        step_s=best.seconds,
+        interval_s=best.interval,
+        parts_s=dict(best.parts),
+        predicted={name: step.seconds for name, step in zip(names, steps, strict=True)},
+        limit=limit.kind,
+    )
+
+
+def _reason(names: Sequence[str], steps: Sequence[PredictedStep], place: int) -> str:
+    """Why the candidate at `place` was taken."""
+    low, high = steps[place].interval
+    head = f"a step of {format_duration(steps[place].seconds)} is predicted"
+    head += f" ({format_duration(low)} to {format_duration(high)})"
+    if len(steps) == 1:
+        return f"{head}, and nothing else is allowed"
+    rival = 0 if place else min(range(1, len(steps)), key=lambda each: steps[each].seconds)
+    return f"{head}, and {format_duration(steps[rival].seconds)} with {names[rival]}"
+
+
+def _plan(candidate: AutoCandidate, ranks: int, batch: int, optimizer: str) -> TrainingPlan:
+    fields = read_strategy(candidate.strategy)
+    return TrainingPlan(data=ranks, micro_batch=batch, codec=candidate.codec, optimizer=optimizer, **fields)
+
+
+# What is measured.
+
+
+def _profile(group: Group, model: nn.Module, auto: AutoStrategy) -> ModelProfile | None:
+    """The seconds of a step on the slowest rank. None: nothing says them."""
+    if auto.profile is not None:
+        from syncline.planner.profile import TrainingProfile
+
+        measured = TrainingProfile.read(auto.profile)
+        measured.check_model(model)
+        return measured.layers
+    if auto.step is None:
+        return None
+    own = measure_gradients(model, auto.step, group.world.runtime.now)
+    slowest = float(allgather(torch.tensor([own.seconds], dtype=torch.float64), group=group).max())
+    scale = slowest / own.seconds
+    layers = tuple(
+        LayerCost(
+            name=each.name,
+            forward_s=scale * each.forward_s,
+            backward_s=scale * each.backward_s,
+            activation_bytes=each.activation_bytes,
+            parameter_bytes=each.parameter_bytes,
+        )
+        for each in own.layers
+    )
+    return ModelProfile(layers=layers, batch_size=own.batch_size, model=own.model)
+
+
+def measure_gradients(model: nn.Module, step: Callable[[], Any], now: Callable[[], float]) -> ModelProfile:
+    """Time `step`, which computes forward and backward. Each parameter becomes a layer.
+
+    The backward of a layer ends when the gradient is ready. What `step` does before the first gradient and after the
+    last one counts as forward. The model, its gradients and the random generators stay as they are.
+
+    Raises:
+        SpecError: if no parameter gets a gradient.
+    """
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    gradients = {name: each.grad for name, each in trained.items()}
+    ready: dict[str, float] = {}
+    runs: list[tuple[float, dict[str, float]]] = []
+    device = next(iter(model.parameters())).device
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return now()
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        return lambda _: ready.__setitem__(name, now())
+
+    hooks = [
+        each.register_post_accumulate_grad_hook(note(name))  # type: ignore[no-untyped-call]
+        for name, each in trained.items()
+    ]
+    try:
+        with restoring_state(model), torch.enable_grad():
+            model.train()
+            began = now()
+            while len(runs) < WARM_UP_STEPS + MIN_STEPS or (
+                len(runs) < WARM_UP_STEPS + MAX_STEPS and now() - began < TIMED_S
+            ):
+                for each in trained.values():
+                    each.grad = None
+                ready.clear()
+                start = clock()
+                step()
+                runs.append((clock() - start, {name: at - start for name, at in ready.items()}))
+                if now() == began and len(runs) >= WARM_UP_STEPS + MIN_STEPS:  # computing takes no virtual time
+                    break
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, each in trained.items():
+            each.grad = gradients[name]
+    return _as_profile(type(model).__name__, trained, runs[WARM_UP_STEPS:])
+
+
+def _as_profile(
+    model: str, trained: Mapping[str, nn.Parameter], runs: Sequence[tuple[float, Mapping[str, float]]]
+) -> ModelProfile:
+    """Medians of the runs, as layers in the order of forward."""
+    names = [name for name in trained if all(name in ready for _, ready in runs)]
+    if not names:
+        raise SpecError("auto: step() gave no parameter of the model a gradient; it must call backward() on a loss")
+    seconds = max(MIN_STEP_S, statistics.median(each for each, _ in runs))
+    ready = {name: min(seconds, statistics.median(each[name] for _, each in runs)) for name in names}
+    order = sorted(names, key=lambda name: ready[name])
+    first, last = ready[order[0]], ready[order[-1]]
+    layers = []
+    before = first
+    for name in order:
+        layers.append(
+            LayerCost(
+                name=name,
+                forward_s=0.0 if name != order[-1] else seconds - (last - first),
+                backward_s=ready[name] - before,
+                activation_bytes=0.0,
+                parameter_bytes=float(trained[name].nbytes),
+            )
+        )
+        before = ready[name]
+    return ModelProfile(layers=tuple(reversed(layers)), batch_size=1, model=model)
+
+
+def describe_network(network: Network, ranks: int, hosts: int, device: Device, *, step_noise: float) -> Cluster:
+    """The cluster of a measured or simulated network.
+
+    Latency counts the work of a message; bandwidth counts the combination of what is received, as in a ring:
+    2β' = 2β + γ.
+
+    >>> network = Network(latency=1e-5, bandwidth=1e9)
+    >>> describe_network(network, 4, 1, this_device(1e10), step_noise=0.0).group(4, stride=1).bandwidth
+    1000000000.0
+    """
+
+    def level(name: str, members: int, latency: float, bandwidth: float, ranks_of_member: int) -> NetworkLevel:
+        rate = 1 / (1 / bandwidth + network.combine / 2)
+        return NetworkLevel(
+            name=name, members=members, bandwidth=rate * ranks_of_member, latency_s=latency + network.per_message
+        )
+
+    inside, each = network.inside, network.ranks_per_host or 1
+    levels: tuple[NetworkLevel, ...]
+    if inside is not None and 1 < each < ranks and ranks % each == 0:
+        levels = (
+            level("host", each, inside.latency, inside.bandwidth, 1),
+            level("network", ranks // each, network.latency, network.bandwidth, each),
+        )
+    elif hosts == 1:
+        levels = (level("host", ranks, network.latency, network.bandwidth, 1),)
+    else:
+        alone = level("host", 1, network.latency, network.bandwidth, 1)
+        levels = (alone, level("network", ranks, network.latency, network.bandwidth, 1))
+    return Cluster(device=device, levels=levels, step_noise=step_noise, source="measured")
+
+
+def this_device(memory_bytes_per_s: float) -> Device:
+    """The device of a measured profile. Only the memory's bandwidth counts, for the optimizer's step."""
+    return Device(
+        name="this machine",
+        half_flops_per_s=1.0,
+        single_flops_per_s=1.0,
+        memory_bytes=UNLIMITED,
+        memory_bytes_per_s=memory_bytes_per_s,
+        memory_efficiency=1.0,
+    )
+
+
+def _stream_rate(now: Callable[[], float], device: torch.device) -> float:
+    """Bytes per second that an addition of two tensors reads and writes."""
+    a, b = (torch.zeros(STREAM_BYTES // 4, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(MIN_STEPS):
+        begin = now()
+        a += b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(now() - begin)
+    least = min(seconds)
+    return 3 * STREAM_BYTES / least if least > 0 else UNLIMITED
+
+
+def _predictor(
+    group: Group, model: nn.Module, profile: ModelProfile, candidates: Sequence[AutoCandidate]
+) -> StepPredictor:
+    """Every rank measures; the result is used on rank 0."""
+    world, network = group.world, group.auto.network()
+    exact = world.transport.timing.virtual
+    device = this_device(_stream_rate(world.runtime.now, next(iter(model.parameters())).device))
+    cluster = describe_network(
+        network, group.size, len(set(world.hosts)), device, step_noise=0.0 if exact else STEP_NOISE
+    )
+    trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    nbytes = sum(each.nbytes for each in trained.values())
+    rates: dict[str, tuple[float, float]] = {}
+    for each in candidates:
+        if each.codec is not None and each.codec not in rates:
+            codec = build_codec(each.codec)
+            assert codec is not None
+            sending, working = codec_seconds(group, codec, trained)
+            rates[each.codec] = (sending / nbytes, working / nbytes)
+    return _MeasuredPredictor(MeasuredCosts(profile), cluster, rates, (1.0, 1.0) if exact else MEASURED.factors)
+
+
+class _MeasuredPredictor(StepPredictor):
+    """Predicts codecs by their measured seconds for each byte of gradients: of sending, and of their work."""
+
+    def __init__(
+        self,
+        costs: MeasuredCosts,
+        cluster: Cluster,
+        rates: Mapping[str, tuple[float, float]],
+        factors: tuple[float, float],
+    ) -> None:
+        super().__init__(costs, cluster, factors=factors)
+        self._rates = rates
+
+    def _messages(
+        self, plan: TrainingPlan, group: RankGroup
+    ) -> tuple[Callable[[float], float], Callable[[float], float]]:
+        if plan.codec is None or plan.strategy != "allreduce":
+            return super()._messages(plan, group)
+        sending, working = self._rates[plan.codec]
+        return (lambda nbytes: sending * nbytes), (lambda nbytes: working * nbytes)
+
+
+def _optimizer_name(optimizer: Optimizer) -> str:
+    """The kind of optimizer whose state has as many bytes."""
+    groups = optimizer.param_groups
+    if any(group.get("betas") for group in groups):
+        return "adam"
+    return "momentum" if any(group.get("momentum") for group in groups) else "sgd"

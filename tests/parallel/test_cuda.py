@@ -10,7 +10,7 @@ from tests.launching import finish, start, torch_variables
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_pipelines_on_a_gpu(size: int) -> None:
     for one in finish([start(["-m", "tests.parallel.cuda_script"], each) for each in torch_variables(size)]):
         assert one.code == 0, one

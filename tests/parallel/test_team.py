@@ -15,7 +15,6 @@ from syncline.errors import IncompatibleError
 from syncline.parallel.team import (
     LayerTeam,
     copy_to_team,
-    exchange,
     gather,
     gather_and_reduce,
     reduce_own_part,
@@ -24,125 +23,32 @@ from syncline.parallel.team import (
 )
 from syncline.testing import Pool
 from syncline.world import World
+from tests.parallel.team_cases import check_collectives, check_exchange, exchange_rows, run_collectives
 from tests.strategies.cases import on_gloo
-
-ROWS, COLUMNS = 5, 7
-
-
-def whole(rank: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A tensor of whole numbers, another for each rank."""
-    return (torch.arange(ROWS * COLUMNS, dtype=dtype).view(ROWS, COLUMNS) * (rank + 1)) % 11
-
-
-def own_sizes(length: int, size: int) -> list[int]:
-    return [length * (rank + 1) // size - length * rank // size for rank in range(size)]
-
-
-def parts(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
-    return torch.split(x, own_sizes(x.shape[dim], size), dim)
-
-
-def with_gradient(
-    function: Callable[[Tensor], Tensor], x: Tensor, upstream: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
-    """The output, and the gradient of the input for a gradient of the output."""
-    x = x.clone().requires_grad_()
-    output = function(x)
-    (gradient,) = torch.autograd.grad(output, x, upstream(output))
-    return [output.detach(), gradient]
-
-
-def run_collectives(world: World) -> dict[str, list[Tensor]]:
-    """Each function on tensors of this rank. The gradient of each output is `whole(rank + 1)` or its first part."""
-    team = LayerTeam(world.group())
-    rank, size = world.rank, world.size
-    found: dict[str, list[Tensor]] = {}
-
-    def upstream(output: Tensor) -> Tensor:
-        return whole(rank + 1)[: output.shape[0], : output.shape[1]]
-
-    own = whole(rank)
-    found["copy"] = with_gradient(lambda x: copy_to_team(x, team), own, upstream)
-    found["sum"] = with_gradient(lambda x: sum_over_team(x, team), own, upstream)
-    for dim in (0, 1):
-        part = parts(own, size, dim)[rank]
-        lengths = team.lengths(own.shape[dim])
-        found[f"gather {dim}"] = with_gradient(lambda x: gather(x, team, dim, lengths), part, upstream)  # noqa: B023
-        found[f"part {dim}"] = with_gradient(lambda x: take_own_part(x, team, dim), own, upstream)  # noqa: B023
-        length = own.shape[dim]
-        found[f"gather and reduce {dim}"] = with_gradient(
-            lambda x: gather_and_reduce(x, team, dim - 2, length),  # noqa: B023
-            part,
-            upstream,
-        )
-        found[f"reduce part {dim}"] = with_gradient(lambda x: reduce_own_part(x, team, dim), own, upstream)  # noqa: B023
-    found["equal gather"] = with_gradient(lambda x: gather(x, team, -1), own[:, :2], lambda output: output)
-    return found
-
-
-def expected(size: int, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """What one process computes from the tensors of all."""
-    inputs, ups = [whole(i) for i in range(size)], [whole(i + 1) for i in range(size)]
-    total = torch.stack(inputs).sum(0)
-    found = {"copy": (inputs[rank], torch.stack(ups).sum(0)), "sum": (total, ups[rank])}
-    for dim in (0, 1):
-        joined = torch.cat([parts(x, size, dim)[i] for i, x in enumerate(inputs)], dim)
-        widths = [part.shape for part in parts(inputs[0], size, dim)]
-        back = torch.cat([up[: shape[0], : shape[1]] for up, shape in zip(ups, widths, strict=True)], dim)
-        found[f"gather {dim}"] = joined, parts(ups[rank], size, dim)[rank]
-        found[f"part {dim}"] = parts(inputs[rank], size, dim)[rank], back
-        found[f"gather and reduce {dim}"] = joined, parts(torch.stack(ups).sum(0), size, dim)[rank]
-        found[f"reduce part {dim}"] = parts(total, size, dim)[rank], back
-    found["equal gather"] = torch.cat([x[:, :2] for x in inputs], 1), inputs[rank][:, :2]
-    return found
-
-
-def compare(results: list[dict[str, list[Tensor]]]) -> None:
-    for rank, found in enumerate(results):
-        for name, values in expected(len(results), rank).items():
-            for value, each in zip(values, found[name], strict=True):
-                assert torch.equal(value, each), f"{name} on rank {rank}: {each}, not {value}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives_and_their_gradients(size: int) -> None:
-    compare(list(sl.simulate(run_collectives, size).results))
+    for rank, found in enumerate(sl.simulate(run_collectives, size).results):
+        check_collectives(found, rank, size)
 
 
 @pytest.mark.xdist_group("gloo")
 def test_collectives_on_gloo(gloo: Pool) -> None:
-    compare(gloo.run(on_gloo, 3, run_collectives))
-
-
-def exchange_rows(world: World) -> tuple[list[int], Tensor, Tensor]:
-    """Rank i sends i + to rows to each rank; rank 0 sends none to itself."""
-    team = LayerTeam(world.group())
-    rank, size = world.rank, world.size
-    send = [rank + to for to in range(size)]
-    receive = team.exchange_counts(send)
-    x = torch.full((sum(send), 2), float(rank), requires_grad=True)
-    output = exchange(x * 1, team, send, receive)
-    torch.autograd.backward(output, output.detach() * 10 + rank)
-    assert x.grad is not None
-    return receive, output.detach(), x.grad
-
-
-def check_exchange(results: list[tuple[list[int], Tensor, Tensor]]) -> None:
-    size = len(results)
-    for rank, (receive, output, gradient) in enumerate(results):
-        assert receive == [rank + source for source in range(size)]
-        assert output[:, 0].tolist() == [float(source) for source in range(size) for _ in range(rank + source)]
-        assert gradient[:, 1].tolist() == [float(10 * rank + to) for to in range(size) for _ in range(rank + to)]
+    for rank, found in enumerate(gloo.run(on_gloo, 3, run_collectives)):
+        check_collectives(found, rank, 3)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_exchange_sends_rows_and_gradients_back(size: int) -> None:
-    check_exchange(list(sl.simulate(exchange_rows, size).results))
+    for rank, found in enumerate(sl.simulate(exchange_rows, size).results):
+        check_exchange(found, rank, size)
 
 
 @pytest.mark.xdist_group("gloo")
 def test_exchange_on_gloo(gloo: Pool) -> None:
-    check_exchange(gloo.run(on_gloo, 3, exchange_rows))
+    for rank, found in enumerate(gloo.run(on_gloo, 3, exchange_rows)):
+        check_exchange(found, rank, 3)
 
 
 def test_a_gradient_of_a_gradient_passes_collectives() -> None:

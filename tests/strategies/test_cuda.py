@@ -12,6 +12,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_training_on_a_gpu(size: int) -> None:
-    for one in finish([start(["tests/strategies/cuda_script.py"], each) for each in torch_variables(size)]):
+    for one in finish([start(["-m", "tests.strategies.cuda_script"], each) for each in torch_variables(size)]):
         assert one.code == 0, one
         assert "fine on" in one.out

@@ -12,20 +12,29 @@
 A receive can be posted before the sender has computed, because both sides know the length of the first frame: it is
 that of the latest message of the same place (value, peer and micro-batch). So the shape may change at any time. If the
 body is shorter than last time, the frame is padded; if it is longer, its rest follows in a second frame.
+
+Between two GPUs that a channel connects, the body does not pass the CPU. A channel has no tags, so the headers travel
+in the order of the bodies, under one tag, and the receiver takes both in that order. It keeps what it needs later::
+
+    headers   F0   F1   loss   F2       by the transport, 128 bytes each, before the GPU has computed the body
+    bodies    F0   F1          F2       by the channel; a body on the CPU follows by the transport, under its own tag
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError
 from syncline.transports import Handle, Transport
+from syncline.transports.base import LANE_TAGS, PendingTensor, TensorChannel, TensorChannels, as_bytes
 from syncline.wire import WireHeader
 
 __all__ = ["HEADER_BYTES", "Boundary", "Place"]
@@ -49,7 +58,7 @@ DTYPES = (
 """The dtype of each code on the wire. New ones are added at the end."""
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 MAX_DIMENSIONS = 8
-HEADER = WireHeader(b"SLPV", version=1, fields=f"BBBB3Q{MAX_DIMENSIONS}Q", padding=27)
+HEADER = WireHeader(b"SLPV", version=2, fields=f"BBBB4Q{MAX_DIMENSIONS}Q", padding=19)
 HEADER_BYTES = HEADER.nbytes
 """A multiple of 64, so that the body behind it is aligned."""
 MAX_BODY_BYTES = 1 << 36
@@ -59,8 +68,11 @@ MAX_TAGGED_MICRO_BATCHES = 1 << 10
 """Micro-batches whose messages have different tags. Messages of one tag arrive in order."""
 NOTHING = torch.Size((0,))
 """The shape of a body without elements."""
-NEEDS_GRADIENT, EMPTY, CHANNELS_LAST = 1, 2, 4
-"""Flags: the sender waits for the value's gradient; there is no tensor (a gradient that is None); the memory format."""
+NEEDS_GRADIENT, EMPTY, CHANNELS_LAST, ON_CHANNEL = 1, 2, 4, 8
+"""Flags: the sender waits for the value's gradient; there is no tensor (a gradient that is None); the memory format;
+the body travels on a channel."""
+HEADERS_TAG = LANE_TAGS - 1
+"""The tag of the headers between two workers that a channel connects."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +90,44 @@ class Place:
         return self.number * MAX_TAGGED_MICRO_BATCHES + self.micro_batch % MAX_TAGGED_MICRO_BATCHES
 
 
+class _Header(NamedTuple):
+    dtype: torch.dtype
+    flags: int
+    shape: torch.Size
+    step: int
+    micro_batch: int
+    nbytes: int
+    tag: int
+
+
 @dataclass
 class _Receive:
     frame: Tensor
     handle: Handle
+
+
+@dataclass
+class _HostBody:
+    """A body on its way by the transport."""
+
+    data: Tensor
+    handle: Handle
+
+    def wait(self) -> Tensor:
+        self.handle.wait()
+        return self.data
+
+
+@dataclass
+class _Incoming:
+    """The messages from a worker that a channel connects with this one."""
+
+    channel: TensorChannel
+    headers: deque[_Receive] = field(default_factory=deque)
+    """Posted receives of the next headers: one for each tag that is expected."""
+    expected: set[int] = field(default_factory=set)
+    arrived: dict[int, deque[tuple[_Header, PendingTensor | None]]] = field(default_factory=dict)
+    """By tag: messages that came before others that were needed first."""
 
 
 FrameKey = tuple[int, torch.dtype, torch.Size, int]
@@ -107,9 +153,18 @@ class _Send:
 class Boundary:
     """Sends and receives the values of one pipeline rank."""
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
+    def __init__(self, transport: Transport, device: torch.device, channels: TensorChannels | None = None) -> None:
+        """`channels` connect the GPUs of some of the workers."""
         self._transport = transport
         self._device = device
+        self._channels = TensorChannels() if channels is None else channels
+        others = [worker for worker in range(transport.size) if worker != transport.rank]
+        to = {worker: self._channels.find(transport.rank, worker) for worker in others}
+        self._outgoing = {worker: channel for worker, channel in to.items() if channel is not None}
+        came = {worker: self._channels.find(worker, transport.rank) for worker in others}
+        self._incoming = {worker: _Incoming(channel) for worker, channel in came.items() if channel is not None}
+        self.uses_channels = False
+        """Whether bodies may travel on channels."""
         self._frame_bytes: dict[tuple[bool, int, int], int] = {}
         """By direction, peer and tag: the bytes of the latest message with its header."""
         self._posted: dict[tuple[int, int], _Receive] = {}
@@ -130,12 +185,15 @@ class Boundary:
         if tensor is not None:
             flags, code, shape = _flags(tensor), _code(tensor, place), tensor.shape
         nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        channel = self._outgoing.get(to)
+        if channel is not None:
+            self._send_in_order(channel, tensor, to, place, (flags, code, shape, step, nbytes))
+            return
         key = (True, to, place.tag)
         length = self._frame_bytes.get(key, HEADER_BYTES)
         whole = nbytes <= length - HEADER_BYTES
         frame = self._take_frame(length, DTYPES[code], shape if whole and nbytes else NOTHING, flags)
-        dimensions = [*shape, *[0] * (MAX_DIMENSIONS - len(shape))]
-        frame.header[:] = HEADER.pack(code, flags, len(shape), 0, step, place.micro_batch, nbytes, *dimensions)
+        frame.header[:] = _pack(code, flags, shape, step, place, nbytes)
         buffers = [frame.buffer]
         if tensor is not None and nbytes:
             body = _as_sent(tensor.detach(), flags)
@@ -152,6 +210,34 @@ class Boundary:
         self.wait_sent(to, place)  # of an earlier step: complete by now
         self._sending[to, place.tag] = _Send(place, handles, frame)
         self.sent_bytes += sum(each.numel() for each in buffers)
+
+    def _send_in_order(
+        self,
+        channel: TensorChannel,
+        tensor: Tensor | None,
+        to: int,
+        place: Place,
+        description: tuple[int, int, torch.Size, int, int],
+    ) -> None:
+        """Send a header, then the body: on the channel, or by the transport if it is on the CPU."""
+        flags, code, shape, step, nbytes = description
+        on_channel = tensor is not None and nbytes > 0 and self.uses_channels and channel.carries(tensor)
+        frame = self._take_frame(HEADER_BYTES, DTYPES[0], NOTHING, 0)
+        header_flags = flags | ON_CHANNEL if on_channel else flags
+        frame.header[:] = _pack(code, header_flags, shape, step, place, nbytes)
+        with _Naming(self._transport, to, place):
+            handles = [self._transport.send(frame.buffer, to, HEADERS_TAG, exact=True)]
+        if tensor is not None and nbytes:
+            body = _as_sent(tensor.detach(), flags)
+            if on_channel:
+                channel.send(as_bytes(body.clone(memory_format=torch.contiguous_format)), place.text)
+            else:
+                flat = as_bytes(body.contiguous()).to("cpu", copy=True)
+                with _Naming(self._transport, to, place):
+                    handles.append(self._transport.send(flat, to, place.tag, exact=True))
+        self.wait_sent(to, place)  # of an earlier step: complete by now
+        self._sending[to, place.tag] = _Send(place, handles, frame)
+        self.sent_bytes += HEADER_BYTES + nbytes
 
     def _take_frame(self, length: int, dtype: torch.dtype, shape: torch.Size, flags: int) -> _Frame:
         """A frame that is not being sent. Frames are reused: a fresh one would take longer than to copy the body."""
@@ -185,19 +271,38 @@ class Boundary:
             self._give_frame(sent.frame)
 
     def wait_all_sent(self) -> None:
-        """Wait until all messages have left."""
+        """Wait until all messages have left, except for bodies on channels: the GPU waits for these."""
         for (to, _), sent in list(self._sending.items()):
             self.wait_sent(to, sent.place)
+        self._channels.check()
+
+    def close(self) -> None:
+        """Close the channels."""
+        self._channels.close()
 
     def expect(self, source: int, place: Place) -> None:
         """Post the receive of a message before it is needed. A second call does nothing."""
         key = (source, place.tag)
-        if key not in self._posted:
+        incoming = self._incoming.get(source)
+        if incoming is not None:
+            self._expect_in_order(incoming, source, place)
+        elif key not in self._posted:
             nbytes = self._frame_bytes.get((False, *key), HEADER_BYTES)
             frame = torch.empty(nbytes, dtype=torch.uint8)
             self._texts[place.tag] = place.text
             with _Naming(self._transport, source, place):
                 self._posted[key] = _Receive(frame, self._transport.recv(frame, source, place.tag, exact=True))
+
+    def _expect_in_order(self, incoming: _Incoming, source: int, place: Place) -> None:
+        if place.tag not in incoming.expected and not incoming.arrived.get(place.tag):
+            incoming.expected.add(place.tag)
+            self._texts[place.tag] = place.text
+            self._post_header(incoming, source, place)
+
+    def _post_header(self, incoming: _Incoming, source: int, place: Place) -> None:
+        frame = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        with _Naming(self._transport, source, place):
+            incoming.headers.append(_Receive(frame, self._transport.recv(frame, source, HEADERS_TAG, exact=True)))
 
     def receive(self, source: int, place: Place, step: int) -> Tensor | None:
         """Wait for a message. A value that needs a gradient comes as a leaf that requires one."""
@@ -208,32 +313,71 @@ class Boundary:
 
     def _receive(self, source: int, place: Place, step: int) -> Tensor | None:
         self.expect(source, place)
-        posted = self._posted.pop((source, place.tag))
-        with _Naming(self._transport, source, place):
-            posted.handle.wait()
-        peer = self._transport.members[source]
-
-        def refuse(reason: str) -> ProtocolError:
-            return ProtocolError(f"rank {peer} sent {place.text}, and it cannot be used: {reason}", peer=peer)
-
-        values = HEADER.read(posted.frame.numpy().data[:HEADER_BYTES], refuse)
-        code, flags, count, _, sent_step, micro_batch, nbytes, *dimensions = values
-        shape = torch.Size(dimensions[:count]) if count <= MAX_DIMENSIONS else torch.Size()
-        if code >= len(DTYPES) or count > MAX_DIMENSIONS or nbytes > MAX_BODY_BYTES:
-            raise refuse(f"dtype {code}, {count} dimensions, {nbytes} bytes are not within the limits")
-        if nbytes != (0 if flags & EMPTY else math.prod(shape) * DTYPES[code].itemsize):
-            raise refuse(f"its shape {list(shape)} and its {nbytes} bytes do not agree")
-        if (sent_step, micro_batch) != (step, place.micro_batch):
-            raise refuse(
-                f"it is of step {sent_step}, micro-batch {micro_batch}, and step {step}, micro-batch "
-                f"{place.micro_batch} was expected: do all ranks call the same methods of the run?"
+        incoming = self._incoming.get(source)
+        pending: PendingTensor | None = None
+        if incoming is not None:
+            header, pending = self._receive_in_order(incoming, source, place)
+        else:
+            posted = self._posted.pop((source, place.tag))
+            with _Naming(self._transport, source, place):
+                posted.handle.wait()
+            header = self._read_header(posted.frame, source, place.text)
+            self._frame_bytes[False, source, place.tag] = HEADER_BYTES + header.nbytes
+        if (header.step, header.micro_batch) != (step, place.micro_batch):
+            raise self._refusal(
+                source,
+                place.text,
+                f"it is of step {header.step}, micro-batch {header.micro_batch}, and step {step}, micro-batch "
+                f"{place.micro_batch} was expected: do all ranks call the same methods of the run?",
             )
-        self._frame_bytes[False, source, place.tag] = HEADER_BYTES + nbytes
-        if flags & EMPTY:
+        if header.flags & EMPTY:
             return None
-        body = self._body(posted.frame, nbytes, source, place)
-        value = _as_received(body.view(DTYPES[code]), shape, flags).to(self._device)
-        return value.requires_grad_() if flags & NEEDS_GRADIENT else value
+        if pending is not None:
+            with _Naming(self._transport, source, place):
+                body = pending.wait()
+        elif incoming is not None:  # no elements
+            body = torch.empty(0, dtype=torch.uint8)
+        else:
+            body = self._body(posted.frame, header.nbytes, source, place)
+        value = _as_received(body.view(header.dtype), header.shape, header.flags).to(self._device)
+        return value.requires_grad_() if header.flags & NEEDS_GRADIENT else value
+
+    def _read_header(self, frame: Tensor, source: int, what: str) -> _Header:
+        values = HEADER.read(frame.numpy().data[:HEADER_BYTES], lambda reason: self._refusal(source, what, reason))
+        code, flags, count, _, step, micro_batch, nbytes, tag, *dimensions = values
+        shape = torch.Size(dimensions[:count]) if count <= MAX_DIMENSIONS else torch.Size()
+        if code >= len(DTYPES) or count > MAX_DIMENSIONS or nbytes > MAX_BODY_BYTES or tag >= HEADERS_TAG:
+            problem = f"dtype {code}, {count} dimensions, {nbytes} bytes, tag {tag} are not within the limits"
+            raise self._refusal(source, what, problem)
+        if nbytes != (0 if flags & EMPTY else math.prod(shape) * DTYPES[code].itemsize):
+            raise self._refusal(source, what, f"its shape {list(shape)} and its {nbytes} bytes do not agree")
+        return _Header(DTYPES[code], flags, shape, step, micro_batch, nbytes, tag)
+
+    def _refusal(self, source: int, what: str, reason: str) -> ProtocolError:
+        peer = self._transport.members[source]
+        return ProtocolError(f"rank {peer} sent {what}, and it cannot be used: {reason}", peer=peer)
+
+    def _receive_in_order(self, incoming: _Incoming, source: int, place: Place) -> tuple[_Header, PendingTensor | None]:
+        """Take messages until that of a place has come, and begin to receive their bodies."""
+        while not incoming.arrived.get(place.tag):
+            if not incoming.headers:  # their messages came before this one
+                self._post_header(incoming, source, place)
+            posted = incoming.headers.popleft()
+            self._texts[HEADERS_TAG] = place.text
+            with _Naming(self._transport, source, place):
+                posted.handle.wait()
+            header = self._read_header(posted.frame, source, place.text)
+            incoming.expected.discard(header.tag)
+            what = self._texts.get(header.tag, place.text)
+            body: PendingTensor | None = None
+            if header.flags & ON_CHANNEL:
+                body = incoming.channel.receive(header.nbytes, what)
+            elif header.nbytes:
+                data = torch.empty(header.nbytes, dtype=torch.uint8)
+                with _Naming(self._transport, source, place):
+                    body = _HostBody(data, self._transport.recv(data, source, header.tag, exact=True))
+            incoming.arrived.setdefault(header.tag, deque()).append((header, body))
+        return incoming.arrived[place.tag].popleft()
 
     def _body(self, frame: Tensor, nbytes: int, source: int, place: Place) -> Tensor:
         there = frame.numel() - HEADER_BYTES
@@ -266,6 +410,11 @@ class _Naming:
                 pending=text,
                 seconds=error.seconds,
             ) from error
+
+
+def _pack(code: int, flags: int, shape: torch.Size, step: int, place: Place, nbytes: int) -> bytes:
+    dimensions = [*shape, *[0] * (MAX_DIMENSIONS - len(shape))]
+    return HEADER.pack(code, flags, len(shape), 0, step, place.micro_batch, nbytes, place.tag, *dimensions)
 
 
 def _flags(tensor: Tensor) -> int:

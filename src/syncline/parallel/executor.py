@@ -13,6 +13,7 @@ present one computes. Therefore no legal order of actions deadlocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -74,6 +75,21 @@ class _Need(NamedTuple):
     place: Place
 
 
+def find_pairs(graph: StageGraph, placement: PipelinePlacement) -> set[tuple[int, int]]:
+    """The workers between which values and gradients travel: from the first of a pair to the second."""
+    period = math.lcm(*placement.replicas)
+    numbers = [(number, 0) for number in range(period)] if placement.unequal else [(0, each) for each in range(period)]
+    pairs = {
+        (placement.worker_of(max(value.source, 0), *number), placement.worker_of(consumer, *number))
+        for value in graph.values
+        if value.source != MODEL_INPUT or placement.unequal
+        for consumer in value.consumers
+        for number in numbers
+    }
+    pairs = {(source, worker) for source, worker in pairs if source != worker}
+    return pairs | {(worker, source) for source, worker in pairs}
+
+
 class PipelineExecutor:
     """Runs actions of one worker. All workers of a pipeline run their own actions of the same step."""
 
@@ -90,7 +106,8 @@ class PipelineExecutor:
         self._worker = transport.rank
         self.rank, self.replica = placement.position(transport.rank)
         self._transport = transport
-        self.boundary = Boundary(transport, device)
+        channels = transport.tensor_channels(find_pairs(graph, placement), device)
+        self.boundary = Boundary(transport, device, channels)
         """The messages to and from other stages."""
         self._now: Callable[[], float] = transport.runtime.now
         self._edges = {
@@ -159,6 +176,14 @@ class PipelineExecutor:
                     if coming.kind in "BI" and coming[1:] == action[1:]:
                         self._expect(coming)
         self.current = None
+        if gradients:
+            # Channels need a GPU whose kernels are loaded: to load one may have to wait for all that run, and the
+            # channels' kernels run until the other worker comes. The first step has loaded those of every action.
+            self.boundary.uses_channels = True
+
+    def close(self) -> None:
+        """Close the channels to other workers."""
+        self.boundary.close()
 
     def forget(self) -> None:
         """Drop what an interrupted step has left."""

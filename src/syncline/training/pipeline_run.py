@@ -688,6 +688,7 @@ class PipelineRun(PartialModelRun):
     def release(self) -> None:
         """Remove all hooks: the run is over on this worker."""
         super().release()
+        self.executor.close()
         self._whole.end()
         for norms in self._norms:
             norms.close()

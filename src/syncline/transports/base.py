@@ -8,6 +8,7 @@ needs it. Everything else is optional. Each ability below is a small class with 
     transport.monitor    Monitor             who waits for whom                default: nothing is recorded
     transport.memory     RemoteMemory        one-sided windows, shared memory  default: shared memory on one host
     transport.listen()   RequestListener     a callback for each message       default: not available
+    transport.tensor_channels()  TensorChannels  tensors from GPU to GPU       default: there are none
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ __all__ = [
     "Monitor",
     "NativeCollectives",
     "Op",
+    "PendingTensor",
     "RemoteMemory",
     "RequestListener",
     "TeamConnector",
+    "TensorChannel",
+    "TensorChannels",
     "Timing",
     "Transport",
     "Window",
@@ -167,6 +171,47 @@ class NativeCollectives:
 
     def barrier(self) -> Handle:
         raise UnsupportedError(NO_NATIVE)
+
+
+class PendingTensor(Protocol):
+    """A tensor that a channel receives."""
+
+    def wait(self) -> Tensor:
+        """The bytes that were sent. On a GPU they are there for what the current stream does next."""
+        ...
+
+
+class TensorChannel(Protocol):
+    """Carries tensors from one rank to another, in the order in which they are sent.
+
+    The n-th `receive` gets the n-th tensor that was sent, and its length must be the same.
+    """
+
+    def carries(self, tensor: Tensor) -> bool:
+        """Whether the channel takes this tensor: it depends on the device alone."""
+        ...
+
+    def send(self, data: Tensor, pending: str) -> None:
+        """Send a flat uint8 tensor, which must not change afterwards. `pending` describes it in messages."""
+        ...
+
+    def receive(self, nbytes: int, pending: str) -> PendingTensor:
+        """Begin to receive the next tensor."""
+        ...
+
+
+class TensorChannels:
+    """The channels of one rank for tensors on GPUs. This class is the default: there are none."""
+
+    def find(self, source: int, destination: int) -> TensorChannel | None:
+        """The channel from one rank to another, of which this rank is one."""
+        return None
+
+    def check(self) -> None:
+        """Raise the error of a channel that has failed."""
+
+    def close(self) -> None:
+        """Close all channels. Both ranks of each close it, after what they have sent was received."""
 
 
 class Timing:
@@ -351,6 +396,14 @@ class Transport(ABC):
         Returns None if the engine cannot do this: the caller then starts one receiving task per source.
         """
         return None
+
+    def tensor_channels(self, pairs: Iterable[tuple[int, int]], device: torch.device) -> TensorChannels:
+        """Channels for tensors of `device` that do not pass the CPU, from the first rank of each pair to the second.
+
+        All ranks of this transport call it together with the same pairs, each with its own device. If there can be no
+        such channels, the result has none.
+        """
+        return TensorChannels()
 
     def split(self, ranks: Sequence[int]) -> Transport | None:
         """An independent channel among `ranks`, in that order; None on a rank that is not among them.

@@ -30,6 +30,10 @@ __all__ = ["ChannelGroups", "DefaultGroup", "ProcessGroupFactory", "has_default_
 MAX_DEVICES = 4
 """Largest number of gloo devices of a process. Each has a thread and a listening socket; channels share them."""
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
+NCCL_ERRORS_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""What torch does when an operation of NCCL fails. By default it ends the process, without naming a rank."""
+WATCHDOG_TIMEOUT = timedelta(days=365)
+"""After which torch takes an operation of NCCL for failed. Our waits have timeouts, and name the lost rank."""
 SPARE_DESCRIPTORS = 32
 """File descriptors that stay free when a channel is made: gloo aborts the process if it gets none."""
 CLOSE_TIMEOUT_S = 10.0
@@ -131,7 +135,7 @@ class ProcessGroupFactory:
         if self.liveness.elastic:
             addresses = _InterruptibleStore(addresses, members, self.liveness, self.timeout)
         cpu = gloo(addresses, rank, size, options)
-        groups = ChannelGroups(cpu, lambda: self._nccl(PrefixStore("nccl", store), rank, size))
+        groups = ChannelGroups(cpu, lambda: self.make_nccl_group(PrefixStore("nccl", store), rank, size))
         self._groups.append(groups)
         return groups
 
@@ -146,13 +150,24 @@ class ProcessGroupFactory:
                 self._devices.append([gloo.create_device(hostname=self._address)])
         return list(self._devices[self._channels % len(self._devices)])
 
-    def _nccl(self, store: Store, rank: int, size: int) -> Any:
+    def make_nccl_group(self, store: Store, rank: int, size: int, priority: bool = False) -> Any:
+        """A group of NCCL. It makes its communicator with the first operation. `priority`: its kernels go first."""
         if not dist.is_nccl_available():
             raise UnsupportedError("this PyTorch has no NCCL: move the tensor to the CPU, or name a schedule")
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = timedelta(seconds=self.timeout)
-        return nccl(store, rank, size, options)
+        options._timeout = WATCHDOG_TIMEOUT
+        options.is_high_priority_stream = priority
+        with _variable(NCCL_ERRORS_VARIABLE, "0"):
+            return nccl(store, rank, size, options)
+
+    def exchange_texts(self, name: str, members: Sequence[int], rank: int, text: str) -> list[str]:
+        """The texts of all members, in their order. Raises a RuntimeError soon after one of them is lost."""
+        here = PrefixStore(f"texts/{name}", self.store)
+        here.set(str(rank), text)
+        keys = [str(member) for member in members]
+        _await_keys(here, keys, members, self.liveness, self.timeout)
+        return [here.get(key).decode() for key in keys]
 
     def release(self, groups: ChannelGroups) -> None:
         """End one channel's groups; in an elastic job in the background.
@@ -302,8 +317,19 @@ def _on_loopback() -> Iterator[None]:
     if INTERFACES_VARIABLE in os.environ or not os.path.exists("/sys/class/net/lo"):
         yield
         return
-    os.environ[INTERFACES_VARIABLE] = "lo"
+    with _variable(INTERFACES_VARIABLE, "lo"):
+        yield
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Inside, an environment variable has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[INTERFACES_VARIABLE]
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

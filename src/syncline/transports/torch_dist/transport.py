@@ -36,7 +36,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.runtime import Queue, RealRuntime, Runtime, Task
-from syncline.transports.base import MAX_TAG, Handle, NativeCollectives, Op, Transport, format_bytes
+from syncline.transports.base import (
+    MAX_TAG,
+    Handle,
+    NativeCollectives,
+    Op,
+    TensorChannels,
+    Transport,
+    format_bytes,
+)
 from syncline.transports.key_value_store import (
     ELASTIC_WORLD,
     BoundedStore,
@@ -66,6 +74,7 @@ from syncline.transports.messages import (
     peer_lost_error,
 )
 from syncline.transports.single import SingleTransport
+from syncline.transports.torch_dist.nccl_channels import NcclChannels, open_nccl_channels
 from syncline.transports.torch_dist.process_groups import ProcessGroupFactory
 
 __all__ = ["TorchCollectives", "TorchConnector", "TorchTransport", "WorkHandle", "connect"]
@@ -362,6 +371,9 @@ class TorchTransport(Transport):
         self.native = TorchCollectives(self)
         self._numbers = count()
         self._splits = count(1)
+        self._channel_sets = count(1)
+        self._tensor_channels: list[NcclChannels] = []
+        """Those that are open."""
         self._mailbox = Mailbox(self.runtime)
         self._readers: dict[int, dict[int, Task]] = {}
         self._ended_peers: set[tuple[int, int]] = set()
@@ -505,6 +517,15 @@ class TorchTransport(Transport):
         name = f"{self.channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
         return TorchTransport(self.factory, chosen, self.members[self.rank], name)
 
+    def tensor_channels(self, pairs: Iterable[tuple[int, int]], device: torch.device) -> TensorChannels:
+        name = f"{self.channel}.{next(self._channel_sets)}"
+        channels = open_nccl_channels(self, name, sorted(set(pairs)), device)
+        self._tensor_channels = [each for each in self._tensor_channels if not each.closed]
+        if channels is None:
+            return TensorChannels()
+        self._tensor_channels.append(channels)
+        return channels
+
     @property
     def has_ended(self) -> bool:
         """Whether this rank has closed or aborted the channel."""
@@ -571,6 +592,8 @@ class TorchTransport(Transport):
             self.liveness.give_up(self.channel)
         self._mailbox.fail(channel_closed)
         self.break_waits()
+        for each in self._tensor_channels:
+            each.abort()
 
     def break_waits(self) -> None:
         """Break the connections of this channel. gloo then ends the waits of this rank and of its peers."""
@@ -586,6 +609,8 @@ class TorchTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        for each in self._tensor_channels:
+            each.close()
         self._mailbox.close(channel_closed)
         if self._readers or self._unbounded_waits:
             self.abort()

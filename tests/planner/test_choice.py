@@ -17,6 +17,7 @@ from syncline.planner.choice import describe_network, measure_gradients, this_de
 from syncline.strategies import AutoStrategy
 from syncline.training.loop import train
 from syncline.training.settings import Settings
+from syncline.transports.faults import Join
 from syncline.transports.network import Link
 from syncline.world import World
 from tests.training.tiny import Tiny
@@ -220,3 +221,33 @@ def test_auto_trains_like_the_strategy_that_it_takes(tmp_path: Path) -> None:
         sl.simulate(lambda world, w=workload, s=settings: train(w, s, world=world), ranks=2)  # type: ignore[misc]
         weights.append(workload.weights())
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
+
+
+def test_a_newcomer_of_an_elastic_job_takes_the_choice_of_the_others() -> None:
+    """It measures nothing, and would choose all-reduce: its own step takes long."""
+
+    def run(world: World) -> dict[str, Any]:
+        assert world.elastic is not None
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        joins = world.elastic.joining
+        timed = []
+
+        def step() -> None:
+            timed.append(world.rank)
+            step_of(world, model)()
+
+        strategy = AutoStrategy(allow=(LOCAL,), step=step)
+        with sl.distribute(model, optimizer, strategy) as found:
+            assert bool(timed) != joins
+            loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(400, 64)), batch_size=4)
+            for (batch,) in found.shard(loader):
+                world.compute(COMPUTE_S)
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {**found.config["auto"], "joins": joins, "size": world.size}
+
+    found = sl.simulate(run, ranks=2, network=SLOW, elastic=(1, 3), faults=[Join(at=0.3)])
+    assert [each["joins"] for each in found.results] == [False, False, True]
+    assert {(each["strategy"], each["workers"], each["size"]) for each in found.results} == {(LOCAL, 2, 3)}

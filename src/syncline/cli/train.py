@@ -5,6 +5,7 @@ examples:
   syncline train digits -n 2 --target 0.96                      until the validation accuracy is 0.96
   syncline train "fashion(model='cnn')" -n 4 --scaling linear --warmup 1
   syncline train digits -n 4 --strategy "allreduce(delay=1)" --collective ring
+  syncline train digits -n 4 --strategy "auto(allow='local(period=8)')"     what the planner predicts to be faster
   syncline train fashion --lab 4@100mbit --codec "topk(0.01)|quantize(4)"
   syncline train digits --lab 4@100mbit --trace                 on four emulated hosts; a trace of every rank
   syncline train digits --lab 4@100mbit --mpi                   the same by mpiexec, on MPI
@@ -102,7 +103,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> None:
     """Add the options of synchronisation and training."""
     how = parser.add_argument_group("synchronisation")
-    how.add_argument("--strategy", default=usual.strategy, help="allreduce, ssp(slack=3), …; default allreduce")
+    how.add_argument("--strategy", default=usual.strategy, help="allreduce, ssp(slack=3), auto, …; default allreduce")
     how.add_argument("--codec", help="compression of gradients; default: none")
     how.add_argument("--diagnose", type=int, default=0, metavar="STEPS", help="log the codec's error at this interval")
     how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")

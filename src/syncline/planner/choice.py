@@ -1,9 +1,10 @@
 """`strategy="auto"`: measures a step and the network of a world, predicts the candidates, and takes the fastest.
 
 ```text
-all ranks   network           its calibration, kept for the next run on the same hosts
-            forward, backward the time at which each gradient is ready
-            codecs            encoding and decoding of numbers like these gradients, all ranks at once
+all ranks   network             its calibration, kept for the next run on the same hosts; a small all-reduce
+            forward, backward   the time at which each gradient is ready
+            optimizer           steps of a copy
+            codecs              encoding and decoding of numbers like these gradients, all ranks at once
 rank 0      predicts a step of every candidate, chooses, and sends the choice to the others
 ```
 
@@ -13,6 +14,7 @@ the planner can tell apart (`search.INDISTINCT`).
 
 from __future__ import annotations
 
+import copy
 import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +34,14 @@ from syncline.planner.cluster import STEP_NOISE, Cluster, NetworkLevel, RankGrou
 from syncline.planner.devices import Device
 from syncline.planner.layer_costs import MeasuredCosts
 from syncline.planner.limits import find_limit
-from syncline.planner.plans import TrainingPlan, read_strategy
+from syncline.planner.plans import OPTIMIZERS, TrainingPlan, read_strategy
 from syncline.planner.prediction import PredictedStep, StepPredictor
 from syncline.planner.quantities import format_duration
 from syncline.planner.search import INDISTINCT
 from syncline.reduction import check_same_in, codec_seconds
 from syncline.strategies import AutoCandidate, AutoStrategy
 from syncline.transports import Network
-from syncline.world import Group, allgather, broadcast_object
+from syncline.world import Group, allgather, allreduce, broadcast_object
 
 __all__ = ["StrategyChoice", "choose_strategy", "describe_network", "measure_gradients"]
 
@@ -52,8 +54,9 @@ TIMED_S = 1.0
 """Seconds after which no more than `MIN_STEPS` steps are timed."""
 MIN_STEP_S = 1e-9
 """On the simulator a step may take no time."""
-STREAM_BYTES = 1 << 24
-"""Size of the tensors whose addition measures the memory's bandwidth."""
+CALLS = 21
+"""All-reduces of one number."""
+FLOAT_BYTES = 4
 UNLIMITED = 1e30
 """Bytes and rates on the simulator, where computing takes no time."""
 
@@ -135,7 +138,7 @@ def choose_strategy(
                 "is not known either; give step= or profile="
             )
         return StrategyChoice("allreduce", candidates[0].codec, reason, group.size, names)
-    predictor = _predictor(group, model, profile, candidates)
+    predictor = _predictor(group, model, profile, candidates, optimizers)
     found: dict[str, Any] | None = None
     if group.rank == 0:
         optimizer = _optimizer_name(optimizers[0])
@@ -168,10 +171,11 @@ def _fastest(
         place = 0
     best, names = steps[place], tuple(map(str, candidates))
     limit = find_limit(predictor, best)
+    worth_saying = limit.kind == "compute" or limit.gain > INDISTINCT
     return StrategyChoice(
         strategy=candidates[place].strategy,
         codec=candidates[place].codec,
-        reason=f"{names[place]}: {_reason(names, steps, place)}; {limit.sentence}",
+        reason=f"{names[place]}: {_reason(names, steps, place)}" + (f"; {limit.sentence}" if worth_saying else ""),
         workers=best.plan.ranks,
         candidates=names,
         step_s=best.seconds,
@@ -240,12 +244,7 @@ def measure_gradients(model: nn.Module, step: Callable[[], Any], now: Callable[[
     gradients = {name: each.grad for name, each in trained.items()}
     ready: dict[str, float] = {}
     runs: list[tuple[float, dict[str, float]]] = []
-    device = next(iter(model.parameters())).device
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return now()
+    clock = _clock_of(model, now)
 
     def note(name: str) -> Callable[[Tensor], None]:
         return lambda _: ready.__setitem__(name, now())
@@ -348,32 +347,54 @@ def this_device(memory_bytes_per_s: float) -> Device:
     )
 
 
-def _stream_rate(now: Callable[[], float], device: torch.device) -> float:
-    """Bytes per second that an addition of two tensors reads and writes."""
-    a, b = (torch.zeros(STREAM_BYTES // 4, device=device) for _ in range(2))
+def _update_rate(optimizers: Sequence[Optimizer], nbytes: float, clock: Callable[[], float]) -> float:
+    """Bytes per second of the optimizers' steps, if an update moves `nbytes`. Copies take the steps.
+
+    Gradients are zeros: their values do not change how long a step takes.
+    """
+    copies = copy.deepcopy(list(optimizers))
+    for group in (group for each in copies for group in each.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
     seconds = []
-    for _ in range(MIN_STEPS):
+    for _ in range(1 + MIN_STEPS):
+        begin = clock()
+        for each in copies:
+            each.step()
+        seconds.append(clock() - begin)
+    least = statistics.median(seconds[1:])
+    return nbytes / least if least > 0 else UNLIMITED
+
+
+def _call_s(group: Group) -> float:
+    """Seconds of an all-reduce of one number: the median on the slowest rank."""
+    number, now, seconds = torch.zeros(1), group.world.runtime.now, []
+    for _ in range(CALLS):
         begin = now()
-        a += b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        allreduce(number, "sum", group=group)
         seconds.append(now() - begin)
-    least = min(seconds)
-    return 3 * STREAM_BYTES / least if least > 0 else UNLIMITED
+    own = torch.tensor([statistics.median(seconds[1:])], dtype=torch.float64)
+    return float(allgather(own, group=group).max())
 
 
 def _predictor(
-    group: Group, model: nn.Module, profile: ModelProfile, candidates: Sequence[AutoCandidate]
+    group: Group,
+    model: nn.Module,
+    profile: ModelProfile,
+    candidates: Sequence[AutoCandidate],
+    optimizers: Sequence[Optimizer],
 ) -> StepPredictor:
     """Every rank measures; the result is used on rank 0."""
     world, network = group.world, group.auto.network()
     exact = world.transport.timing.virtual
-    device = this_device(_stream_rate(world.runtime.now, next(iter(model.parameters())).device))
+    trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    nbytes = sum(each.nbytes for each in trained.values())
+    update_bytes = OPTIMIZERS[_optimizer_name(optimizers[0])].update * nbytes / FLOAT_BYTES
+    device = this_device(_update_rate(optimizers, update_bytes, _clock_of(model, world.runtime.now)))
     cluster = describe_network(
         network, group.size, len(set(world.hosts)), device, step_noise=0.0 if exact else STEP_NOISE
     )
-    trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
-    nbytes = sum(each.nbytes for each in trained.values())
     rates: dict[str, tuple[float, float]] = {}
     for each in candidates:
         if each.codec is not None and each.codec not in rates:
@@ -381,29 +402,39 @@ def _predictor(
             assert codec is not None
             sending, working = codec_seconds(group, codec, trained)
             rates[each.codec] = (sending / nbytes, working / nbytes)
-    return _MeasuredPredictor(MeasuredCosts(profile), cluster, rates, (1.0, 1.0) if exact else MEASURED.factors)
+    factors = (1.0, 1.0) if exact else MEASURED.factors
+    return _MeasuredPredictor(MeasuredCosts(profile), cluster, rates, _call_s(group), factors)
 
 
 class _MeasuredPredictor(StepPredictor):
-    """Predicts codecs by their measured seconds for each byte of gradients: of sending, and of their work."""
+    """Predicts codecs by their measured seconds for each byte of gradients: of sending, and of their work.
+
+    Every message takes as much longer than on the modelled network as an all-reduce of one number does: the work in
+    Python, and waking up those that wait.
+    """
 
     def __init__(
         self,
         costs: MeasuredCosts,
         cluster: Cluster,
         rates: Mapping[str, tuple[float, float]],
+        call_s: float,
         factors: tuple[float, float],
     ) -> None:
         super().__init__(costs, cluster, factors=factors)
         self._rates = rates
+        group = cluster.group(cluster.size, stride=1)
+        self._call_work_s = max(0.0, call_s - self.allreduce_s(group, FLOAT_BYTES, "native"))
 
     def _messages(
         self, plan: TrainingPlan, group: RankGroup
     ) -> tuple[Callable[[float], float], Callable[[float], float]]:
         if plan.codec is None or plan.strategy != "allreduce":
-            return super()._messages(plan, group)
-        sending, working = self._rates[plan.codec]
-        return (lambda nbytes: sending * nbytes), (lambda nbytes: working * nbytes)
+            message, codec_s = super()._messages(plan, group)
+        else:
+            sending, working = self._rates[plan.codec]
+            message, codec_s = (lambda nbytes: sending * nbytes), (lambda nbytes: working * nbytes)
+        return (lambda nbytes: self._call_work_s + message(nbytes)), codec_s
 
 
 def _optimizer_name(optimizer: Optimizer) -> str:
@@ -412,3 +443,15 @@ def _optimizer_name(optimizer: Optimizer) -> str:
     if any(group.get("betas") for group in groups):
         return "adam"
     return "momentum" if any(group.get("momentum") for group in groups) else "sgd"
+
+
+def _clock_of(model: nn.Module, now: Callable[[], float]) -> Callable[[], float]:
+    """The time when all that was started on the model's device is done."""
+    device = next(iter(model.parameters())).device
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return now()
+
+    return clock

@@ -131,10 +131,9 @@ def _refusal(text: str, name: str) -> str:
 
     if name in strategy_names():
         build_strategy(text)
-        known = "" if name == "allreduce" else ", which the planner does not predict well enough to choose it"
-        return (
-            f"{text!r} is {'the candidate that is always there' if not known else f'a strategy{known}'}; leave it out"
-        )
+        if name == "allreduce":
+            return f"{text!r} is a candidate anyway, without arguments; leave it out"
+        return f"{text!r} is a strategy that the planner does not predict well enough to choose it; leave it out"
     close = difflib.get_close_matches(name, [Local.name, *codec_names()], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{text!r} is neither a codec nor local(period=…); {hint}codecs: {', '.join(codec_names())}"

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import sys
@@ -535,15 +536,19 @@ def _distributed(
 def _step_of(
     workload: Workload, settings: Settings, model: nn.Module, world: World, seconds_a_sample: float | None
 ) -> Callable[[], None]:
-    """A function that computes forward and backward of one step on this worker, for `auto` to time."""
+    """A function that reads a batch and computes forward and backward on this worker, for `auto` to time."""
     samples = cast(int, settings.batch)
-    batch = move(next(batches(workload.splits().train, samples)), world.device)
+    loader: DataLoader[Any] = DataLoader(
+        workload.splits().train, batch_size=samples, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    reader = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
     share = samples if settings.global_batch is None else -(-settings.global_batch // world.size)
 
     def step() -> None:
         pacer = None if seconds_a_sample is None else ComputePacer(world, model, seconds_a_sample)
         try:
             for _ in range(-(-share // samples)):
+                batch = move(next(reader), world.device)
                 loss = workload.loss(model, batch)
                 if pacer is not None:
                     pacer.forward(len(batch[0]))

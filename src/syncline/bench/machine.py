@@ -146,6 +146,7 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         copy_bytes_per_s=contention[2],
         allreduces=_measure_allreduces(world, plan),
         exchanges=_measure_exchanges(world, plan),
+        memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         micro_batch_s=_measure_micro_batch(world, plan.rounds),
         lab=os.environ.get("SYNCLINE_LAB", ""),
         torch_version=torch.__version__,

@@ -102,6 +102,8 @@ class MachineMeasurement:
     allreduces: tuple[TimedAllreduce, ...] = ()
     """The engine's all-reduce of several sizes, ascending."""
     exchanges: tuple[GradientExchange, ...] = ()
+    memory_bytes: float = 0.0
+    """Memory of a machine. 0: not measured."""
     micro_batch_s: float = 0.0
     """Python's work on each rank for a micro-batch in a pipeline: a forward, a backward and their messages, while the
     other ranks work too."""
@@ -164,6 +166,7 @@ class MachineMeasurement:
             copy_bytes_per_s=fields.number("copy_bytes_per_s", 0.0),
             allreduces=tuple(TimedAllreduce(each.whole("nbytes", least=1), each.number("seconds")) for each in reduced),
             exchanges=tuple(map(_read_exchange, exchanges)),
+            memory_bytes=fields.number("memory_bytes", 0.0),
             micro_batch_s=fields.number("micro_batch_s", 0.0),
             lab=fields.text("lab", ""),
             torch_version=fields.text("torch_version", ""),

@@ -33,7 +33,8 @@ MACHINE = MachineMeasurement(
 
 
 def measure_on(world: sl.World) -> MachineMeasurement:
-    plan = MachinePlan(out="", codecs=("quantize(4)",), codec_bytes=4096, part_s=0.002, rounds=3)
+    # The ranks of a pool are a part of its world, and servers need the whole.
+    plan = MachinePlan(out="", codecs=("quantize(4)",), codec_bytes=4096, part_s=0.002, rounds=3, servers=False)
     return measure_world(world, plan)
 
 
@@ -45,9 +46,23 @@ def test_two_ranks_measure_messages_overlap_and_codecs(gloo: Pool, tmp_path: Pat
     assert 0 <= first.hidden_share <= 1
     assert [each.spec for each in first.codecs] == ["quantize(4)"]
     assert 4 / 32 < first.codecs[0].payload_ratio < 6 / 32
+    assert [each.nbytes for each in first.allreduces] == [64, 512, 4096]
+    kinds = [(each.strategy, each.codec, each.tensors) for each in first.exchanges]
+    assert kinds[:3] == [("allreduce", "", 1), ("allreduce", "quantize(4)", 1), ("allreduce", "", 16)]
+    assert min(each.seconds for each in first.exchanges) > 0
+    assert min(first.compute_contention, first.copy_contention, first.cores) >= 1
+    assert not first.lab
     first.write(tmp_path / "machine.json")
     assert MachineMeasurement.read(tmp_path / "machine.json") == first
     assert "quantize(4)  encodes" in describe(first)
+    assert "exchange by allreduce with quantize(4): 1 x " in describe(first)
+
+
+def test_exchanges_by_servers() -> None:
+    plan = MachinePlan(out="", codecs=(), codec_bytes=4096, part_s=0.002, rounds=1)
+    found = sl.simulate(lambda world: measure_world(world, plan), ranks=2).results[0]
+    kinds = [(each.strategy, each.tensors, each.nbytes) for each in found.exchanges]
+    assert [each for each in kinds if each[0] == "ssp"] == [("ssp", 1, 64), ("ssp", 16, 256), ("ssp", 1, 4096)]
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,35 @@
 
 The network model comes from the calibration that `algorithm="auto"` uses, the codecs from `bench/codecs.py`: all ranks
 encode at the same time, as in training. Computing and communicating are timed alone and together, in turn.
+
+Exchanges of gradients are timed as a training step makes them, with `distribute`: hooks, buckets, codec, collective,
+and the waking of threads. A model of square matrices w has the loss Σ g·w, so that g is its gradient; the same step
+without other workers is subtracted::
+
+    distributed │ forward │ backward ─ encode ─ send ─ decode │ update │
+    alone       │ forward │ backward │ update │                          the difference is the exchange
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
+import logging
+import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import syncline
 from syncline.bench import codecs as codec_bench
@@ -26,7 +38,10 @@ from syncline.bench.measuring import over_ranks
 from syncline.codecs import build_codec
 from syncline.errors import SpecError, WorldError
 from syncline.launch.start import Job, run_here
-from syncline.planner.machine import CodecRate, MachineMeasurement
+from syncline.planner.machine import CodecRate, GradientExchange, MachineMeasurement, TimedAllreduce
+from syncline.planner.quantities import format_duration, format_size
+from syncline.training.distribute import distribute
+from syncline.training.pipeline import pipeline
 from syncline.world import World, allreduce, barrier, init
 
 __all__ = ["MachinePlan", "describe", "measure", "measure_machine", "measure_world"]
@@ -35,6 +50,17 @@ MATRIX_SIDE = 256
 """The computation multiplies square matrices of this side."""
 CALLS_EACH_ROUND = 20
 CODEC_ROUNDS = 3
+SMALL_EXCHANGE_DIVISOR = 64
+"""The small exchange has so many times fewer bytes than the large one."""
+EXCHANGED_TENSORS = 16
+"""Tensors of the exchange of several small ones: what a tensor costs beside its bytes."""
+SERVED = "ssp"
+"""The strategy with which an exchange by parameter servers is measured."""
+WARM_UP_EXCHANGES = 3
+MORE_MICRO_BATCHES = 16
+"""By so many micro-batches two pipelines differ whose steps are compared."""
+COPY_BYTES = 32 << 20
+"""Copies of this size do not fit the caches of most processors."""
 PLANNER_CODECS = ("cast('fp16')", "quantize(4)", "topk(0.01)", "topk(0.01)|quantize(4)", "powersgd(2)", "onebit")
 
 
@@ -46,6 +72,8 @@ class MachinePlan:
     codecs: tuple[str, ...] = PLANNER_CODECS
     codec_bytes: int = 4 << 20
     """Bytes of the gradients that the codecs encode."""
+    servers: bool = True
+    """Whether exchanges by parameter servers are measured too."""
     part_s: float = 0.03
     """Approximate seconds of the computation, and of the all-reduce."""
     rounds: int = 11
@@ -97,6 +125,7 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         times.compute_beside.append(_timed(computing))
         pending.wait()
         times.together.append(perf_counter() - begin)
+    contention = _measure_contention(world, computing, plan.rounds)
     compute_s, allreduce_s, beside_s, together_s = (
         _median_of_ranks(world, each) for each in (times.compute, times.allreduce, times.compute_beside, times.together)
     )
@@ -111,6 +140,15 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         together_s=together_s,
         compute_slowdown=beside_s / compute_s,
         codecs=_measure_codecs(world, plan),
+        cores=len(os.sched_getaffinity(0)),
+        compute_contention=contention[0],
+        copy_contention=contention[1],
+        copy_bytes_per_s=contention[2],
+        allreduces=_measure_allreduces(world, plan),
+        exchanges=_measure_exchanges(world, plan),
+        memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        micro_batch_s=_measure_micro_batch(world, plan.rounds),
+        lab=os.environ.get("SYNCLINE_LAB", ""),
         torch_version=torch.__version__,
         syncline_version=syncline.__version__,
     )
@@ -139,6 +177,143 @@ class _Computation:
     def __call__(self) -> None:
         for _ in range(self._count):
             torch.mm(self._matrix, self._matrix)
+
+
+def _measure_contention(world: World, computing: Callable[[], None], rounds: int) -> tuple[float, float, float]:
+    """How much longer a computation, and a copy in memory, take on all ranks at once than on rank 0 alone; bytes that
+    each rank copies in a second while all do."""
+    source = torch.zeros(COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    found = []
+    for work in (computing, lambda: target.copy_(source)):
+        alone, together = [], []
+        for _ in range(rounds):
+            barrier(group=world.everyone)
+            if world.rank == 0:
+                alone.append(_timed(work))
+            barrier(group=world.everyone)
+            together.append(_timed(work))
+        ratio = statistics.median(together) / statistics.median(alone) if alone else 1.0
+        # Every rank has the same work, but only rank 0 knows what it takes alone.
+        found += [max(1.0, _of_rank_0(world, ratio)), _median_of_ranks(world, together)]
+    return found[0], found[2], COPY_BYTES / found[3]
+
+
+def _of_rank_0(world: World, value: float) -> float:
+    number = torch.tensor([value if world.rank == 0 else 0.0], dtype=torch.float64)
+    return float(allreduce(number, "sum", group=world.everyone))
+
+
+def _measure_allreduces(world: World, plan: MachinePlan) -> tuple[TimedAllreduce, ...]:
+    """The engine's all-reduce of a small, a middle and the codecs' number of bytes."""
+    found = []
+    for nbytes in _sizes(plan):
+        reduce, seconds = partial(allreduce, torch.zeros(nbytes // 4), "sum", group=world.everyone), []
+        for _ in range(1 + plan.rounds):
+            barrier(group=world.everyone)
+            seconds.append(_timed(reduce))
+        found.append(TimedAllreduce(nbytes, _median_of_ranks(world, seconds[1:])))
+    return tuple(found)
+
+
+def _sizes(plan: MachinePlan) -> list[int]:
+    large = plan.codec_bytes
+    return [max(4, large // SMALL_EXCHANGE_DIVISOR), max(8, large // 8), large]
+
+
+class _Matrices(nn.Module):
+    """A model whose gradients are given: its loss is the sum of the products of weights and gradients."""
+
+    def __init__(self, tensors: int, nbytes: int, rank: int) -> None:
+        super().__init__()
+        side = max(2, round((nbytes / tensors / 4) ** 0.5))
+        self.nbytes = 4 * tensors * side * side
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(side, side)) for _ in range(tensors)])
+        self.gradients = [
+            each.view(side, side) for each in codec_bench.gradients(side * side, min(4, tensors), seed=rank)
+        ]
+
+    def forward(self) -> Tensor:
+        pairs = ((w, self.gradients[place % len(self.gradients)]) for place, w in enumerate(self.weights))
+        return torch.stack([(w * gradient).sum() for w, gradient in pairs]).sum()
+
+
+def _measure_exchanges(world: World, plan: MachinePlan) -> tuple[GradientExchange, ...]:
+    """Exchanges of one small matrix, of several of as many bytes together, and of a large one: unencoded, with each
+    codec, and by parameter servers."""
+    small, _, large = _sizes(plan)
+    kinds = [("allreduce", ""), *(("allreduce", repr(build_codec(spec))) for spec in plan.codecs)]
+    kinds += [(SERVED, "")] if plan.servers else []
+    found = []
+    with _without_advice():
+        for tensors, nbytes in ((1, small), (EXCHANGED_TENSORS, small), (1, large)):
+            model = _Matrices(tensors, nbytes, world.rank)
+            alone = _exchange_s(world, model, None, plan.rounds)
+            for strategy, codec in kinds:
+                whole = _exchange_s(world, model, (strategy, codec), plan.rounds)
+                seconds = _median_of_ranks(world, [max(0.0, whole - alone)])
+                found.append(
+                    GradientExchange(
+                        strategy=strategy, codec=codec, tensors=tensors, nbytes=model.nbytes, seconds=seconds
+                    )
+                )
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """No warnings that a codec is slower than none here: that is what is measured."""
+    logger = logging.getLogger("syncline")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _exchange_s(world: World, model: _Matrices, kind: tuple[str, str] | None, rounds: int) -> float:
+    """The median seconds of a step on this rank. `kind`: strategy and codec; None: without other workers."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = None
+    if kind is not None:
+        strategy, spec = kind
+        codec = build_codec(spec) if spec else None
+        native = strategy == "allreduce" and (codec is None or codec.traits.allreducible)
+        run = distribute(model, optimizer, strategy=strategy, codec=codec, algorithm="native" if native else "auto")
+    seconds = []
+    for number in range(WARM_UP_EXCHANGES + rounds):
+        barrier(group=world.everyone)
+        begin = perf_counter()
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        if number >= WARM_UP_EXCHANGES:
+            seconds.append(perf_counter() - begin)
+    if run is not None:
+        run.close()
+    return statistics.median(seconds)
+
+
+def _measure_micro_batch(world: World, rounds: int) -> float:
+    """What one more micro-batch adds to the step of a pipeline whose stages compute next to nothing."""
+    width = 4
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(world.size)))
+    few, many = 2 * world.size, 2 * world.size + MORE_MICRO_BATCHES
+    x = torch.zeros(few * many, width)
+    medians = []
+    for count in (few, many):
+        copied = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.0)
+        cuts = [str(place) for place in range(1, world.size)]
+        run = pipeline(copied, optimizer, nn.functional.mse_loss, stages=cuts, microbatches=count)
+        seconds = []
+        for _ in range(WARM_UP_EXCHANGES + rounds):
+            barrier(group=world.everyone)
+            seconds.append(_timed(partial(run.step, x, x)))
+        run.close()
+        medians.append(_median_of_ranks(world, seconds[WARM_UP_EXCHANGES:]))
+    return max(0.0, medians[1] - medians[0]) / MORE_MICRO_BATCHES
 
 
 def _calls(world: World) -> Callable[[], None]:
@@ -202,12 +377,25 @@ def describe(found: MachineMeasurement) -> str:
         f"{1e3 * found.together_s:.1f} ms: {found.hidden_share:.0%} of the shorter is hidden, and computing takes "
         f"{found.compute_slowdown:.2f} times as long meanwhile",
     ]
+    if found.cores:
+        lines.append(
+            f"  {found.cores} core{'s' * (found.cores > 1)}: while all workers are busy, computing takes "
+            f"{found.compute_contention:.2f} times and copying in memory {found.copy_contention:.2f} times as long as "
+            f"alone; each copies {1e-9 * found.copy_bytes_per_s:.1f} GB/s"
+        )
     width = max((len(each.spec) for each in found.codecs), default=0)
     for each in found.codecs:
         lines.append(
             f"  {each.spec:{width}}  encodes {1e-9 * each.encode_bytes_per_s:.2f} GB/s, decodes "
             f"{1e-9 * each.decode_bytes_per_s:.2f} GB/s, sends {each.payload_ratio:.2%}"
         )
+    for kind in dict.fromkeys((each.strategy, each.codec) for each in found.exchanges):
+        times = ", ".join(
+            f"{each.tensors} x {format_size(each.nbytes / each.tensors)} in {format_duration(each.seconds)}"
+            for each in found.exchanges
+            if (each.strategy, each.codec) == kind
+        )
+        lines.append(f"  exchange by {kind[0]}{f' with {kind[1]}' if kind[1] else ''}: {times}")
     return "\n".join(lines)
 
 

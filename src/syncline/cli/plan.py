@@ -4,11 +4,12 @@ examples:
   syncline plan --model "gpt(layers=32, hidden=4096)" --cluster "16 hosts x 8 a100, 100gbit"
   syncline plan --model "resnet(50)" --cluster "4 hosts x 8 v100, 100gbit" --batch 4096 --codec "topk(0.01)"
   syncline plan profile.json --cluster cluster.toml --batch 512 --html plan.html
+  syncline plan profile.json --machine machine.json --codec "topk(0.01)" --strategy allreduce --strategy ssp
   syncline plan --model "resnet(50)" --cluster '8 hosts x 8 v100, 100gbit, $2.5 an hour' --batch 8192 \\
                 --epochs "1664:36.2, 3328:41, 33280:56" --samples 1281167
 
 A profile is what `syncline profile` writes. Models: gpt, bert, mlp, vgg, resnet, inception, cnn. A cluster
-is a text, or a TOML file.
+is a text, or a TOML file. A machine is what `syncline bench machine` writes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("profile", nargs="?", metavar="profile.json", help="the measured profile of a model")
     parser.add_argument("--model", help="a description of a model instead, such as 'gpt(layers=32, hidden=4096)'")
-    parser.add_argument("--cluster", required=True, help="a description of a cluster, or a TOML file")
+    parser.add_argument("--cluster", help="a description of a cluster, or a TOML file")
+    parser.add_argument("--machine", metavar="FILE", help="instead: a measurement by syncline bench machine")
     parser.add_argument("--batch", type=int, help="samples of a step, of all ranks together; default 8 a rank")
     parser.add_argument("--optimizer", help="sgd, momentum, adam or adam-mixed; default adam-mixed in half precision")
     parser.add_argument("--precision", choices=["half", "single"], help="of a described model; default its family's")
@@ -65,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         cluster=arguments.cluster,
         model=arguments.model,
         profile=None if arguments.profile is None else Path(arguments.profile),
+        machine=None if arguments.machine is None else Path(arguments.machine),
         batch=arguments.batch,
         optimizer=arguments.optimizer,
         precision=arguments.precision,

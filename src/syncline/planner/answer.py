@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import SpecError
-from syncline.planner.calibration import DESCRIBED, DeviceCalibration, calibration_for
+from syncline.planner.calibration import DESCRIBED, LAB, DeviceCalibration, calibration_for
 from syncline.planner.cluster import Cluster, read_cluster
 from syncline.planner.layer_costs import DescribedCosts, MeasuredCosts, ModelCosts
 from syncline.planner.limits import Limit, codec_sentence, find_limits
+from syncline.planner.machine import MachineMeasurement
 from syncline.planner.models import ModelWork, build_model
 from syncline.planner.plans import TrainingPlan
 from syncline.planner.prediction import PredictedStep, StepPredictor
@@ -27,6 +28,7 @@ __all__ = ["PlanAnswer", "PlanRequest", "answer_request", "format_answer"]
 DEFAULT_SAMPLES_PER_RANK = 8
 MAX_PIPEDREAM_WORKERS = 64
 """PipeDream's partitioner takes long for more."""
+PRECISION_REFUSAL = "a profile was measured in one precision: leave out --precision"
 FILE_VERSION = 1
 
 
@@ -34,9 +36,11 @@ FILE_VERSION = 1
 class PlanRequest:
     """What is asked. Either `model` or `profile` is given."""
 
-    cluster: str
+    cluster: str | None = None
     model: str | None = None
     profile: Path | None = None
+    machine: Path | None = None
+    """A measurement by `syncline bench machine`, in the place of `cluster`. It needs `profile`."""
     batch: int | None = None
     optimizer: str | None = None
     precision: str | None = None
@@ -120,16 +124,13 @@ def answer_request(request: PlanRequest) -> PlanAnswer:
         raise SpecError("give a profile, or --model with a description: one of them")
     if (request.curve is None) != (request.samples is None):
         raise SpecError("the time to a target needs both: --epochs, the curve, and --samples, the samples of an epoch")
-    cluster = read_cluster(request.cluster)
-    costs, model = _costs(request, cluster)
-    calibration = calibration_for(cluster, None if model is None else model.transformer is not None)
-    if model is not None:
-        cluster = calibration.apply(cluster)
-        costs = DescribedCosts(model, cluster.device)
-    predictor = StepPredictor(costs, cluster, factors=calibration.factors)
+    if (request.cluster is None) == (request.machine is None):
+        raise SpecError("give --cluster with a description, or --machine with a measurement: one of them")
+    predictor, model, calibration = _predictor(request)
+    costs, cluster = predictor.costs, predictor.cluster
     batch = request.batch if request.batch is not None else DEFAULT_SAMPLES_PER_RANK * cluster.size
     half = model is not None and model.precision == "half"
-    optimizer = request.optimizer or ("adam-mixed" if half else "momentum")
+    optimizer = request.optimizer or predictor.optimizer or ("adam-mixed" if half else "momentum")
     settings = SearchSettings(
         batch=batch,
         optimizer=optimizer,
@@ -175,6 +176,30 @@ def pipedream_sentence(profile: ModelProfile, cluster: Cluster) -> str:
     return f"pipedream's partitioner, with mini-batches of {profile.batch_size}, chooses {'; or '.join(found)}"
 
 
+def _predictor(request: PlanRequest) -> tuple[StepPredictor, ModelWork | None, DeviceCalibration]:
+    """The predictor of the question, the described model if there is one, and where the interval is from."""
+    if request.cluster is None:
+        from syncline.planner.machine_prediction import MachinePredictor
+        from syncline.planner.profile import TrainingProfile
+
+        if request.profile is None or request.machine is None:
+            raise SpecError(
+                "--machine needs a profile that was measured there: syncline profile, then "
+                "syncline plan profile.json --machine machine.json"
+            )
+        if request.precision is not None:
+            raise SpecError(PRECISION_REFUSAL)
+        machine = MachineMeasurement.read(request.machine)
+        return MachinePredictor(TrainingProfile.read(request.profile), machine, factors=LAB.factors), None, LAB
+    cluster = read_cluster(request.cluster)
+    costs, model = _costs(request, cluster)
+    calibration = calibration_for(cluster, None if model is None else model.transformer is not None)
+    if model is not None:
+        cluster = calibration.apply(cluster)
+        costs = DescribedCosts(model, cluster.device)
+    return StepPredictor(costs, cluster, factors=calibration.factors), model, calibration
+
+
 def _costs(request: PlanRequest, cluster: Cluster) -> tuple[ModelCosts, ModelWork | None]:
     if request.model is not None:
         model = build_model(request.model)
@@ -185,7 +210,7 @@ def _costs(request: PlanRequest, cluster: Cluster) -> tuple[ModelCosts, ModelWor
 
     assert request.profile is not None
     if request.precision is not None:
-        raise SpecError("a profile was measured in one precision: leave out --precision")
+        raise SpecError(PRECISION_REFUSAL)
     return MeasuredCosts(ModelProfile.read(request.profile)), None
 
 
@@ -201,20 +226,25 @@ def _notes(
     notes = []
     if request.batch is None:
         notes.append(f"batch {batch}: {DEFAULT_SAMPLES_PER_RANK} samples a rank; --batch chooses another")
-    if request.optimizer is None:
+    if request.optimizer is None and request.machine is None:
         notes.append(f"optimizer {optimizer}; --optimizer chooses another: it changes the memory")
-    if cluster.storage_bytes_per_s is None:
+    if cluster.storage_bytes_per_s is None and request.machine is None:
         size = model.sample_bytes if model is not None else 0.0
         need = (
             f": {format_size(batch / cluster.hosts * size / ranked.best.seconds)}/s a host are needed" if size else ""
         )
         notes.append(f"storage is not described, so the input is not counted{need}")
-    if model is None:
+    if request.machine is not None:
+        notes.append(
+            "the profile must have been measured on a machine like the measured one; each worker reads its data in the "
+            "process that trains, so that reading takes time of the step"
+        )
+    elif model is None:
         notes.append(
             "the profile's times count as they are: they must have been measured on this cluster's device; tensor "
             "teams are not planned, because a profile does not say how they divide its layers"
         )
-    if request.codecs:
+    if request.codecs and request.machine is None:
         notes.append(
             "the speed of codecs is estimated from passes over memory: measure it with syncline bench codecs; it "
             "changes whether compression pays"
@@ -224,7 +254,7 @@ def _notes(
             f"batch {batch} lies outside the curve's batch sizes, {request.curve.smallest:g} to "
             f"{request.curve.largest:g}: its epochs are extrapolated"
         )
-    if request.curve is not None and cluster.device.price_per_hour is None:
+    if request.curve is not None and cluster.device.price_per_hour is None and request.machine is None:
         notes.append("no price is given, so there is no cost: add '$2.5 an hour' to the cluster")
     return notes
 

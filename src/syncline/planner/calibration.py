@@ -30,6 +30,7 @@ __all__ = [
     "A100_TRANSFORMERS",
     "A100_TRANSFORMERS_ONE_HOST",
     "DESCRIBED",
+    "LAB",
     "MEASURED",
     "DeviceCalibration",
     "MeasuredStep",
@@ -217,6 +218,14 @@ MEASURED = DeviceCalibration(
     source="residuals of 27 published scaling rows, predicted from the computation measured at the smallest scale",
 )
 """For measured profiles: only communication and waiting are predicted."""
+
+LAB = DeviceCalibration(
+    efficiencies=(),
+    factors=(0.9, 1.15),
+    rows=0,
+    source="residuals of runs on emulated hosts that share the processors of one machine",
+)
+"""For measured profiles on measured machines."""
 
 
 def calibration_for(cluster: Cluster, transformer: bool | None) -> DeviceCalibration:

@@ -4,6 +4,10 @@ one worker   │ compute ───────────────│       
 the engine   │ all-reduce ─────────│               alone, then again while the worker computes
 together     │ ───────────────────────────────│    the share that was hidden: (compute + all-reduce − together)
                                                     ÷ the shorter of the two
+
+Ranks that share processors compute more slowly together than one alone. Of a whole exchange of gradients, Python and
+the waking of threads are a part that is in no model of a network, so exchanges are measured as a training step makes
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from syncline.costs import Calibration
 from syncline.errors import SpecError
 from syncline.parallel.partition.json_files import JsonFields, read_json_fields, write_json_text
 
-__all__ = ["CodecRate", "MachineMeasurement"]
+__all__ = ["CodecRate", "GradientExchange", "MachineMeasurement", "TimedAllreduce"]
 
 MACHINE_KIND = "measurement of a machine"
 MACHINE_VERSION = 1
@@ -43,6 +47,30 @@ class CodecRate:
         return nbytes / self.encode_bytes_per_s + nbytes / self.decode_bytes_per_s
 
 
+@dataclass(frozen=True)
+class TimedAllreduce:
+    """An all-reduce by the engine. The seconds are the median of the slowest worker."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientExchange:
+    """A training step's exchange of gradients: what it adds to the same step without other workers."""
+
+    strategy: str
+    """allreduce, or ssp: by parameter servers on all workers."""
+    codec: str
+    """Empty: unencoded, with allreduce by the engine's own."""
+    tensors: int
+    """Equal square matrices whose gradients are exchanged."""
+    nbytes: int
+    """Of all gradients."""
+    seconds: float
+    """Median, of the slowest worker."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineMeasurement:
     """What `syncline bench machine` measures."""
@@ -63,6 +91,24 @@ class MachineMeasurement:
     compute_slowdown: float
     """By which factor the computation takes longer while the all-reduce is under way."""
     codecs: tuple[CodecRate, ...] = ()
+    cores: int = 0
+    """Processors of a machine of the workers. 0: not measured, as in files of earlier releases."""
+    compute_contention: float = 1.0
+    """How many times as long computation takes while all workers compute as while one does."""
+    copy_contention: float = 1.0
+    """The same for copies in memory that do not fit the caches."""
+    copy_bytes_per_s: float = 0.0
+    """Bytes that each worker copies in memory while all do. 0: not measured."""
+    allreduces: tuple[TimedAllreduce, ...] = ()
+    """The engine's all-reduce of several sizes, ascending."""
+    exchanges: tuple[GradientExchange, ...] = ()
+    memory_bytes: float = 0.0
+    """Memory of a machine. 0: not measured."""
+    micro_batch_s: float = 0.0
+    """Python's work on each rank for a micro-batch in a pipeline: a forward, a backward and their messages, while the
+    other ranks work too."""
+    lab: str = ""
+    """The emulated cluster, such as 4@100mbit: its hosts share the processors of one machine."""
     torch_version: str = ""
     syncline_version: str = ""
 
@@ -106,6 +152,7 @@ class MachineMeasurement:
         """
         fields = read_json_fields(path, kind=MACHINE_KIND, version=MACHINE_VERSION)
         network, codecs = fields.inner("network"), fields.inners("codecs")
+        exchanges, reduced = (fields.inners(key) if key in fields else [] for key in ("exchanges", "allreduces"))
         names = ("call_s", "compute_s", "allreduce_s", "together_s", "compute_slowdown")
         found = cls(
             workers=fields.whole("workers", least=2),
@@ -113,11 +160,20 @@ class MachineMeasurement:
             threads=fields.whole("threads", least=1),
             network=_read_network(network),
             codecs=tuple(map(_read_codec, codecs)),
+            cores=fields.whole("cores", least=0) if "cores" in fields else 0,
+            compute_contention=fields.number("compute_contention", 1.0),
+            copy_contention=fields.number("copy_contention", 1.0),
+            copy_bytes_per_s=fields.number("copy_bytes_per_s", 0.0),
+            allreduces=tuple(TimedAllreduce(each.whole("nbytes", least=1), each.number("seconds")) for each in reduced),
+            exchanges=tuple(map(_read_exchange, exchanges)),
+            memory_bytes=fields.number("memory_bytes", 0.0),
+            micro_batch_s=fields.number("micro_batch_s", 0.0),
+            lab=fields.text("lab", ""),
             torch_version=fields.text("torch_version", ""),
             syncline_version=fields.text("syncline_version", ""),
             **{name: _above_0(fields, name) for name in names},
         )
-        for each in (fields, network, *codecs):
+        for each in (fields, network, *codecs, *exchanges, *reduced):
             each.finish()
         return found
 
@@ -135,6 +191,16 @@ def _read_network(fields: JsonFields) -> Calibration:
 def _read_codec(fields: JsonFields) -> CodecRate:
     names = ("encode_bytes_per_s", "decode_bytes_per_s", "payload_ratio")
     return CodecRate(spec=fields.text("spec"), **{name: _above_0(fields, name) for name in names})
+
+
+def _read_exchange(fields: JsonFields) -> GradientExchange:
+    return GradientExchange(
+        strategy=fields.text("strategy"),
+        codec=fields.text("codec", ""),
+        tensors=fields.whole("tensors", least=1),
+        nbytes=fields.whole("nbytes", least=1),
+        seconds=fields.number("seconds"),
+    )
 
 
 def _above_0(fields: JsonFields, key: str) -> float:

@@ -91,6 +91,8 @@ class ParameterSize:
     name: str
     elements: int
     bytes: int
+    shape: tuple[int, ...] = ()
+    """Empty: not known, as in files of earlier releases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +282,7 @@ def measure_memory(
         layers=plain,
         recomputed=again,
         parameters=tuple(
-            ParameterSize(name, each.numel(), each.nbytes)
+            ParameterSize(name, each.numel(), each.nbytes, tuple(each.shape))
             for name, each in model.named_parameters()
             if each.requires_grad
         ),

@@ -117,6 +117,8 @@ class StepPredictor:
         self.costs, self.cluster, self.factors = costs, cluster, factors
         self.compute_scale = compute_scale
         """By how much computation is slower than described. A calibration sets it."""
+        self.optimizer: str | None = None
+        """The optimizer that was measured. None: it is the plan's."""
         self._reductions: dict[tuple[object, ...], float] = {}
         self._stages: dict[tuple[object, ...], tuple[StageLayers, ...]] = {}
 

@@ -483,6 +483,7 @@ def _read_layer(name: str, row: JsonFields, prefix: str) -> LayerMemory:
 
 
 def _read_parameter(row: JsonFields) -> ParameterSize:
-    found = ParameterSize(row.text("name"), row.whole("elements", least=0), row.whole("bytes", least=0))
+    shape = row.wholes("shape", least=0) if "shape" in row else ()
+    found = ParameterSize(row.text("name"), row.whole("elements", least=0), row.whole("bytes", least=0), shape)
     row.finish()
     return found

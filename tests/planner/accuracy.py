@@ -11,6 +11,7 @@ from syncline.planner.layer_costs import DescribedCosts
 from syncline.planner.models import build_model
 from syncline.planner.plans import TrainingPlan, pipeline_s
 from syncline.planner.prediction import StepPredictor
+from tests.planner.intervals import interval_kinds
 from tests.planner.published import SCALING_ROWS, vtrain_cluster, vtrain_steps
 
 
@@ -121,6 +122,16 @@ def tables() -> str:
         for row in SCALING_ROWS
     ]
     lines += table(("source", "row", "error of the throughput", "note"), rows)
+    lines += ["", "#### Intervals: rows that lie inside the interval of the other groups", ""]
+    rows = []
+    for kind in interval_kinds():
+        inside, total = kind.coverage
+        low, high = kind.calibration.factors
+        rows.append(
+            [kind.question, f"{total}, in {len(kind.groups)} groups by {kind.grouped_by}", f"{inside / total:.0%}",
+             f"{low:.3f} to {high:.3f}"]
+        )  # fmt: skip
+    lines += table(("question", "rows", "held-out coverage", "factors of the 80 % interval"), rows)
     return "\n".join(lines)
 
 

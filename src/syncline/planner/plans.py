@@ -75,6 +75,8 @@ class TrainingPlan:
     """Steps between two exchanges, with local."""
     servers: int = 0
     """Parameter servers, with bsp, ssp and downpour. 0: one on each host."""
+    whole_tensors: bool = False
+    """Whether a tensor is on one server, as in TensorFlow. Syncline divides tensors: servers have equal work."""
     codec: str | None = None
     collective: str = "native"
     scattered: bool = False

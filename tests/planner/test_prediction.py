@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from syncline.planner.cluster import read_cluster
@@ -38,6 +40,21 @@ def test_the_first_and_the_last_stage_sum_the_gradients_of_tied_weights() -> Non
     assert here.predict(TrainingPlan(tensor=2)).parts["reduction"] == 0
     alone = here.stages(TrainingPlan())[0].parameters
     assert alone == build_model(here.costs.text).parameters
+
+
+def test_blocking_transfers_are_a_part_of_each_chunk() -> None:
+    """Without them ranks compute another chunk meanwhile, so only those of filling and draining count."""
+    here = predictor("gpt(layers=16, hidden=1024)", "4 hosts x 1 a100, 100gbit")
+    base = TrainingPlan(pipeline=4, micro_batches=8, schedule="interleaved", chunks=2)
+    parts, blocking = (here.predict(replace(base, blocking=each)).parts for each in (False, True))
+    fill = 2 * (2 * 4 - 1)
+    each = parts["transfer"] / fill
+    assert blocking["transfer"] == pytest.approx(2 * each * (2 * 8 + 4 - 1))
+    assert blocking["bubble"] == pytest.approx(parts["bubble"])
+    slow = predictor("gpt(layers=16, hidden=1024)", "4 hosts x 1 a100, 1mbit")
+    assert not slow.can_predict(base)
+    assert slow.can_predict(replace(base, blocking=True))
+    assert slow.predict(replace(base, blocking=True)).seconds > 19
 
 
 def test_a_whole_tensor_makes_one_server_the_slowest() -> None:

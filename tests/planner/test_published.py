@@ -25,7 +25,7 @@ from syncline.planner.layer_costs import DescribedCosts, described_profile
 from syncline.planner.models import build_model
 from syncline.planner.search import INDISTINCT
 from syncline.planner.target import read_curve
-from tests.planner.accuracy import ZERO_BUBBLE, tables
+from tests.planner.accuracy import ZERO_BUBBLE, ZeroBubbleRow, tables
 from tests.planner.intervals import FITS_WITHOUT, IntervalKind, interval_kinds
 from tests.planner.published import SCALING_ROWS, vtrain_cluster, vtrain_single_host_steps, vtrain_steps
 
@@ -109,9 +109,13 @@ def test_a_tensor_team_on_two_hosts_uses_all_their_cards() -> None:
 
 
 @pytest.mark.parametrize("row", ZERO_BUBBLE, ids=lambda row: f"{row.model}-{row.micro_batches}")
-def test_zero_bubble_1f1b_within_a_tenth(row: object) -> None:
-    assert isinstance(row, type(ZERO_BUBBLE[0]))
-    assert row.predicted() == pytest.approx(row.throughput, rel=0.1)
+def test_schedules_of_the_zero_bubble_paper(row: ZeroBubbleRow) -> None:
+    """Always too fast, by nearly as much for each schedule of a model: the paper's times lack a part of the work."""
+    errors = {schedule: row.predicted(schedule) / rate - 1 for schedule, rate in row.published.items()}
+    assert 0 < errors["1f1b"] < 0.1
+    assert 0 < errors["zero_bubble"] < 0.1
+    assert 0 < errors["interleaved"] < 0.12
+    assert max(errors.values()) - min(errors.values()) < 0.05
 
 
 def test_data_parallel_rows_from_their_smallest_scale() -> None:

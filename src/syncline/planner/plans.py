@@ -79,6 +79,8 @@ class TrainingPlan:
     """Whether a tensor is on one server, as in TensorFlow. Syncline divides tensors: servers have equal work."""
     codec: str | None = None
     collective: str = "native"
+    blocking: bool = False
+    """Whether ranks of an interleaved pipeline wait for each transfer, as in Megatron. Syncline's compute meanwhile."""
     scattered: bool = False
     """Whether a tensor team divides what it sends to the next stage, and gathers it there, as Megatron does."""
     overlap: bool = True

@@ -147,7 +147,7 @@ class StepPredictor:
 
     def can_predict(self, plan: TrainingPlan) -> bool:
         """Whether there is a formula: not for chunks whose transfers take longer than their forward."""
-        if plan.schedule != "interleaved" or plan.pipeline == 1:
+        if plan.schedule != "interleaved" or plan.pipeline == 1 or plan.blocking:
             return True
         stages = self.stages(plan)
         shortest = min(stage.forward_s for stage in stages)
@@ -244,13 +244,15 @@ class StepPredictor:
         top = whole[slowest]
         uneven = math.fsum(whole) - p * top  # negative: the other stages fill faster
         if plan.schedule == "interleaved":
+            part = 1 / plan.chunks
+            name = f"interleaved:{plan.chunks}"
+            if plan.blocking:  # two transfers are a part of each chunk's work
+                return pipeline_s(name, p, m, top * part + 2 * transfer, 0.0, 0.0) + uneven * part
             if transfer * plan.chunks > forward[slowest]:
                 raise SpecError(
                     f"{plan}: a transfer of {format_duration(transfer)} takes longer than the forward of a chunk, "
                     f"{format_duration(forward[slowest] / plan.chunks)}, so its step cannot be predicted: use '1f1b'"
                 )
-            part = 1 / plan.chunks
-            name = f"interleaved:{plan.chunks}"
             return pipeline_s(name, p, m, top * part, 0.0, 0.0, transfer) + uneven * part
         if plan.schedule == "zero_bubble":
             # The weights' half of the backward has the same matrix products as the inputs' half.

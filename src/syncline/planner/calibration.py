@@ -8,8 +8,13 @@ The parameters are physical and few, whatever the number of rows:
 Small models on one host determine launch_s, large ones on many hosts the others: `names` says which are fitted.
 
 The fit minimises Σ min(|ln(predicted / measured)|, 0.3): a bad run counts as much as any other row that is 35 % off, so
-it does not move the fit. The search is a deterministic pattern search. An interval is made of the residuals: 80 % of
-the rows lie between their 10 % and 90 % quantiles.
+it does not move the fit. The search is a deterministic pattern search.
+
+An interval is made of the residuals of rows that were not in the fit. Rows of one source, or of one model, resemble
+each other, so the quantiles of all rows are too narrow for a new group. They are moved away from the median until 80 %
+of all rows lie inside the interval that the other groups give:
+
+    bounds(w) = median + w · (quantile − median)          quantiles 10 % and 90 %
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ __all__ = [
     "apply_efficiencies",
     "calibrate",
     "calibration_for",
-    "held_out_factors",
+    "held_out_coverage",
+    "interval_factors",
     "predict_steps",
     "residual_factors",
 ]
@@ -56,6 +62,9 @@ MAX_RESIDUAL = 0.3
 FIRST_STEP, LAST_STEP = 0.4, 0.02
 """Changes of a parameter, in logarithms, with which the search begins and ends."""
 LOW_QUANTILE, HIGH_QUANTILE = 0.1, 0.9
+COVERAGE = 0.8
+"""The share of rows that an interval covers."""
+WIDENING_STEP, MAX_WIDENING_STEPS = 0.05, 200
 
 
 @dataclass(frozen=True)
@@ -146,16 +155,58 @@ def calibrate(
     return DeviceCalibration(tuple(values.items()), residual_factors(residuals), len(steps), source)
 
 
-def held_out_factors(
-    cluster: Callable[[int], Cluster], groups: Sequence[Sequence[MeasuredStep]]
-) -> tuple[float, float]:
-    """The interval's bounds from rows that were not in the fit: each group is predicted from the others."""
-    residuals: list[float] = []
-    for place, group in enumerate(groups):
-        others = [step for number, each in enumerate(groups) if number != place for step in each]
-        values = dict(calibrate(cluster, others).efficiencies)
-        residuals += _residuals(predict_steps(cluster, group, values), group)
-    return residual_factors(residuals)
+def interval_factors(groups: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+    """The bounds of the 80 % interval as multiples of a prediction, from ln(measured / predicted) by group.
+
+    >>> low, high = interval_factors({"one": [0.0, 0.1, 0.2], "two": [-0.2, -0.1, 0.0]})
+    >>> round(low, 2), round(high, 2)
+    (0.57, 1.76)
+    """
+    low, high = _log_bounds(_joined(groups), _widening(groups))
+    return math.exp(low), math.exp(high)
+
+
+def held_out_coverage(groups: Mapping[str, Sequence[float]]) -> dict[str, tuple[int, int]]:
+    """For each group: how many of its rows lie inside the interval that the other groups give, and how many it has."""
+    found = {}
+    for name, residuals in groups.items():
+        others = _without(groups, name)
+        found[name] = _inside(residuals, _log_bounds(_joined(others), _widening(others))), len(residuals)
+    return found
+
+
+def _widening(groups: Mapping[str, Sequence[float]]) -> float:
+    """The smallest w with which the intervals of the other groups have 80 % of all rows inside."""
+    if len(groups) < 2:
+        return 1.0
+    total = sum(map(len, groups.values()))
+    for number in range(MAX_WIDENING_STEPS):
+        widening = 1.0 + WIDENING_STEP * number
+        inside = sum(
+            _inside(residuals, _log_bounds(_joined(_without(groups, name)), widening))
+            for name, residuals in groups.items()
+        )
+        if inside >= COVERAGE * total:
+            return widening
+    raise SpecError(f"the residuals of {', '.join(groups)} have nothing in common: no interval covers them")
+
+
+def _without(groups: Mapping[str, Sequence[float]], name: str) -> dict[str, Sequence[float]]:
+    return {other: residuals for other, residuals in groups.items() if other != name}
+
+
+def _joined(groups: Mapping[str, Sequence[float]]) -> list[float]:
+    return sorted(each for residuals in groups.values() for each in residuals)
+
+
+def _log_bounds(ordered: Sequence[float], widening: float) -> tuple[float, float]:
+    middle = _quantile(ordered, 0.5)
+    low, high = _quantile(ordered, LOW_QUANTILE), _quantile(ordered, HIGH_QUANTILE)
+    return middle + widening * (low - middle), middle + widening * (high - middle)
+
+
+def _inside(residuals: Sequence[float], bounds: tuple[float, float]) -> int:
+    return sum(bounds[0] <= each <= bounds[1] for each in residuals)
 
 
 def _residuals(predicted: Sequence[float], steps: Sequence[MeasuredStep]) -> list[float]:
@@ -192,28 +243,28 @@ A100_TRANSFORMERS = DeviceCalibration(
         ("network_efficiency", 0.951),
         ("crossing_efficiency", 0.493),
     ),
-    factors=(0.93, 1.083),
+    factors=(0.919, 1.09),
     rows=62,
     source="residuals of 62 published steps of GPT on 64 to 512 A100, each model size predicted from the other two",
 )
 """Fitted to vTrain's rows of 3.6B and 175B parameters; launch_s to every eighth of its rows on one host."""
 A100_TRANSFORMERS_ONE_HOST = replace(
     A100_TRANSFORMERS,
-    factors=(0.878, 1.14),
-    rows=960,
-    source="residuals of 960 published steps of small GPTs on 1 to 8 A100 of one host",
+    factors=(0.872, 1.144),
+    rows=840,
+    source="residuals of 840 published steps of small GPTs on 1 to 8 A100 of one host",
 )
 """The same efficiencies. The host's time to start kernels counts more with few devices and small models."""
 DESCRIBED = DeviceCalibration(
     efficiencies=(),
-    factors=(0.83, 1.535),
+    factors=(0.73, 1.96),
     rows=25,
     source="residuals of 25 published steps on A100, H100, V100, P100 and K80, predicted from descriptions alone",
 )
 """For devices and models without a calibration: the datasheet, and the same efficiencies for all devices."""
 MEASURED = DeviceCalibration(
     efficiencies=(),
-    factors=(0.958, 1.083),
+    factors=(0.945, 1.084),
     rows=27,
     source="residuals of 27 published scaling rows, predicted from the computation measured at the smallest scale",
 )

@@ -147,14 +147,30 @@ def _flops(text: Any, key: str) -> float:
 
 _LIST = (
     # name, TFLOP/s half and single, GB of memory, GB/s of memory, GB/s of links inside a host (one direction)
-    ("a100", 312, 19.5, 80, 2039, 300, "NVIDIA A100 80GB SXM, datasheet"),
-    ("a100-40g", 312, 19.5, 40, 1555, 300, "NVIDIA A100 40GB SXM, datasheet"),
-    ("h100", 989, 67, 80, 3350, 450, "NVIDIA H100 SXM, datasheet, without sparsity"),
-    ("h200", 989, 67, 141, 4800, 450, "NVIDIA H200 SXM, datasheet, without sparsity"),
-    ("v100", 125, 15.7, 16, 900, 150, "NVIDIA V100 SXM2 16GB, datasheet"),
-    ("v100-32g", 125, 15.7, 32, 900, 150, "NVIDIA V100 SXM3 32GB, datasheet"),
-    ("p100", 21.2, 10.6, 16, 732, 80, "NVIDIA P100 SXM2, datasheet"),
-    ("k80", 4.1, 4.1, 12, 240, 10, "one of the two devices of an NVIDIA K80, datasheet"),
+    ("a100", 312, 19.5, 80, 2039, 300, "NVIDIA A100 80GB SXM: datasheet, quoted by glennklockwood.com/garden"),
+    ("a100-40g", 312, 19.5, 40, 1555, 300, "NVIDIA A100 40GB SXM: datasheet, quoted by glennklockwood.com/garden"),
+    (
+        "h100",
+        989,
+        67,
+        80,
+        3350,
+        450,
+        "NVIDIA H100 SXM, without sparsity: whitepaper, quoted by glennklockwood.com/garden",
+    ),
+    ("h200", 989, 67, 141, 4800, 450, "NVIDIA H200 SXM, without sparsity: quoted by hmc-tech.com and saulelectric.com"),
+    ("v100", 125, 15.7, 16, 900, 150, "NVIDIA V100 SXM2 16GB: whitepaper, quoted by maosong.website and pcper.com"),
+    ("v100-32g", 125, 15.7, 32, 900, 150, "NVIDIA V100 32GB: as with 16GB, by gamersnexus.net; DGX-2H's is faster"),
+    ("p100", 21.2, 10.6, 16, 732, 80, "NVIDIA P100 SXM2: datasheet, quoted by tech4gamers.com; links from memory"),
+    (
+        "k80",
+        4.37,
+        4.37,
+        12,
+        240,
+        10,
+        "one of two devices of an NVIDIA K80 at 875 MHz: anandtech.com; links from memory",
+    ),
 )
 DEVICES: dict[str, Device] = {
     name: Device(

@@ -20,7 +20,15 @@ from syncline.planner.plans import Recomputation
 if TYPE_CHECKING:
     from syncline.parallel.partition import ModelProfile
 
-__all__ = ["DescribedCosts", "LayerTime", "MeasuredCosts", "ModelCosts", "StageLayers", "cut_stages"]
+__all__ = [
+    "DescribedCosts",
+    "LayerTime",
+    "MeasuredCosts",
+    "ModelCosts",
+    "StageLayers",
+    "cut_stages",
+    "described_profile",
+]
 
 EXTRAPOLATED = 2
 """How many times smaller than the measured batches a micro-batch of a profile may be."""
@@ -46,6 +54,10 @@ class LayerTime:
     collectives: int = 0
     """All-reduces of the tensor team in forward and backward together."""
     collective_bytes: float = 0.0
+    tied_parameters: float = 0.0
+    """Of the first layer's parameters on this rank, those that this layer uses too."""
+    largest_tensor: float = 0.0
+    """Elements of its largest parameter tensor on this rank. 0: not known."""
     matrix_share: float | None = None
     """The share of the device's peak that its matrix products reach. None: not known."""
 
@@ -70,6 +82,16 @@ class StageLayers:
     def parameters(self) -> float:
         """Parameters on a rank."""
         return sum(count * layer.parameters for layer, count in self.layers)
+
+    @property
+    def tied_parameters(self) -> float:
+        """Parameters whose gradients are summed over this stage and the first one."""
+        return sum(layer.tied_parameters for layer, _ in self.layers)
+
+    @property
+    def largest_tensor(self) -> float:
+        """Elements of the largest parameter tensor on a rank."""
+        return max(layer.largest_tensor for layer, _ in self.layers)
 
     @property
     def output_bytes(self) -> float:
@@ -163,6 +185,8 @@ class DescribedCosts:
             recomputed_bytes=again,
             collectives=collectives,
             collective_bytes=samples * outputs * ITEM_BYTES[precision],
+            tied_parameters=layer.tied_parameters / divided,
+            largest_tensor=layer.largest_tensor / divided,
             matrix_share=layer.matrix_share(samples, tensor, device, precision) if layer.flops else None,
         )
 
@@ -214,8 +238,37 @@ class MeasuredCosts:
         )
 
 
+def described_profile(costs: DescribedCosts, batch_size: int) -> ModelProfile:
+    """The profile of a described model on one device, for partitioners: as if it had been measured.
+
+    >>> from syncline.planner.devices import DEVICES
+    >>> from syncline.planner.models import build_model
+    >>> profile = described_profile(DescribedCosts(build_model("vgg(16)"), DEVICES["v100"]), 64)
+    >>> sum(layer.parameter_bytes for layer in profile.layers)
+    553430176.0
+    """
+    from syncline.parallel.partition import LayerCost, ModelProfile
+
+    item = ITEM_BYTES[costs.model.precision]
+    layers = [
+        LayerCost(
+            name=layer.name if layer.copies == 1 else f"{layer.name}.{number}",
+            forward_s=layer.forward_s,
+            backward_s=layer.backward_s,
+            activation_bytes=layer.output_bytes,
+            parameter_bytes=item * layer.parameters,
+            saved_bytes=layer.saved_bytes,
+        )
+        for layer in costs.layer_times(batch_size, 1, sequence=False, recomputation="none")
+        for number in range(layer.copies)
+    ]
+    return ModelProfile(layers=tuple(layers), batch_size=batch_size, model=costs.text)
+
+
 def cut_stages(layers: Sequence[LayerTime], stages: int) -> tuple[StageLayers, ...]:
     """Contiguous stages: of a repeated block as equal numbers as possible, else of times as equal as possible.
+
+    A later stage has its own copy of the parameters of the first layer that it uses.
 
     >>> each = dict(forward_s=1.0, backward_s=2.0, parameters=1.0, output_bytes=1.0, saved_bytes=1.0)
     >>> layers = [LayerTime(name=name, copies=copies, **each) for name, copies in (("in", 1), ("block", 5), ("out", 1))]
@@ -232,7 +285,7 @@ def cut_stages(layers: Sequence[LayerTime], stages: int) -> tuple[StageLayers, .
         base, more = divmod(block.copies, stages)
         found = [[(block, base + (place < more))] for place in range(stages)]
         found[0] = [*((layer, layer.copies) for layer in layers[:repeated]), *found[0]]
-        found[-1] += [(layer, layer.copies) for layer in layers[repeated + 1 :]]
+        found[-1] += [(_with_copy(layer), layer.copies) for layer in layers[repeated + 1 :]]
         return tuple(StageLayers(tuple(each)) for each in found)
     if stages > len(layers):
         raise SpecError(f"{stages} stages need as many layers, but there are {len(layers)}")
@@ -241,6 +294,11 @@ def cut_stages(layers: Sequence[LayerTime], stages: int) -> tuple[StageLayers, .
     return tuple(
         StageLayers(tuple((layer, 1) for layer in layers[begin:end])) for begin, end in zip(begins, ends, strict=True)
     )
+
+
+def _with_copy(layer: LayerTime) -> LayerTime:
+    """A layer of a later stage, with its copy of tied parameters."""
+    return replace(layer, parameters=layer.parameters + layer.tied_parameters) if layer.tied_parameters else layer
 
 
 def _balanced_ends(seconds: Sequence[float], stages: int) -> list[int]:

@@ -53,6 +53,10 @@ class LayerWork:
     """The same for what every rank of a tensor team computes."""
     kernels: int = 2
     parameters: int = 0
+    tied_parameters: int = 0
+    """Parameters of the first layer that this layer uses too. On another pipeline stage it has a copy of them."""
+    largest_tensor: int = 0
+    """Elements of its largest parameter tensor. 0: not known."""
     output_elements: float = 0.0
     saved_elements: float = 0.0
     """Elements that the forward keeps for the backward."""
@@ -213,6 +217,7 @@ def _transformer(
         replicated_elements=10.0 * s * h,
         kernels=KERNELS_OF_BLOCK,
         parameters=12 * h * h + 13 * h,
+        largest_tensor=4 * h * h,
         output_elements=float(s * h),
         saved_elements=17.0 * s * h + scores / 2,
         copies=layers,
@@ -226,6 +231,7 @@ def _transformer(
         replicated_elements=4.0 * s * h,
         kernels=4,
         parameters=(vocabulary + s) * h,
+        largest_tensor=vocabulary * h,
         output_elements=float(s * h),
         saved_elements=s * h / 2,
         tensor=True,
@@ -239,6 +245,7 @@ def _transformer(
         replicated_elements=4.0 * s * h,
         kernels=8,
         parameters=2 * h,
+        tied_parameters=vocabulary * h,
         output_elements=float(s * vocabulary),
         saved_elements=2.0 * s * h + 2.0 * s * vocabulary,
         tensor=True,
@@ -280,6 +287,7 @@ def _linear(name: str, inputs: int, outputs: int) -> LayerWork:
         streamed_elements=2.0 * outputs,
         kernels=2,
         parameters=inputs * outputs + outputs,
+        largest_tensor=inputs * outputs,
         output_elements=float(outputs),
         saved_elements=float(inputs + outputs),
     )
@@ -311,6 +319,7 @@ class _Convolutions:
             streamed_elements=out * (6 if self.norm else 3),
             kernels=4 if self.norm else 2,
             parameters=inner * outputs + (2 if self.norm else 1) * outputs,
+            largest_tensor=inner * outputs,
             output_elements=out,
             saved_elements=out * (3 if self.norm else 2),
         )
@@ -338,6 +347,7 @@ def _merged(name: str, layers: Sequence[LayerWork]) -> LayerWork:
         streamed_elements=sum(each.streamed_elements for each in layers),
         kernels=sum(each.kernels for each in layers),
         parameters=sum(each.parameters for each in layers),
+        largest_tensor=max(each.largest_tensor for each in layers),
         output_elements=layers[-1].output_elements,
         saved_elements=sum(each.saved_elements for each in layers),
     )

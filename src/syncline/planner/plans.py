@@ -75,8 +75,12 @@ class TrainingPlan:
     """Steps between two exchanges, with local."""
     servers: int = 0
     """Parameter servers, with bsp, ssp and downpour. 0: one on each host."""
+    whole_tensors: bool = False
+    """Whether a tensor is on one server, as in TensorFlow. Syncline divides tensors: servers have equal work."""
     codec: str | None = None
     collective: str = "native"
+    blocking: bool = False
+    """Whether ranks of an interleaved pipeline wait for each transfer, as in Megatron. Syncline's compute meanwhile."""
     scattered: bool = False
     """Whether a tensor team divides what it sends to the next stage, and gathers it there, as Megatron does."""
     overlap: bool = True

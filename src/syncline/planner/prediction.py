@@ -11,6 +11,8 @@ step = compute + bubble + tensor + transfer + reduction + codec + waiting + opti
 
       eᵢ = max(eᵢ₋₁, rᵢ) + seconds(nᵢ)          exposed = e_last − end of the backward
 
+  and, of a pipeline, the sum of the gradients of weights that the first and the last stage share
+
 - waiting: a synchronous step waits for its slowest rank.
 - input: what storage needs longer than the step.
 """
@@ -145,7 +147,7 @@ class StepPredictor:
 
     def can_predict(self, plan: TrainingPlan) -> bool:
         """Whether there is a formula: not for chunks whose transfers take longer than their forward."""
-        if plan.schedule != "interleaved" or plan.pipeline == 1:
+        if plan.schedule != "interleaved" or plan.pipeline == 1 or plan.blocking:
             return True
         stages = self.stages(plan)
         shortest = min(stage.forward_s for stage in stages)
@@ -174,7 +176,8 @@ class StepPredictor:
             with_transfer = self._pipeline_s(plan, whole, forward, backward, slowest, transfer) - m * whole[slowest]
             parts["bubble"], parts["transfer"] = idle, with_transfer - idle
         exchange, exposed, codec = self._exchange(plan, stages, scale)
-        parts["reduction"], parts["codec"] = exposed, codec
+        tied = self._tied_s(plan, stages[-1])
+        parts["reduction"], parts["codec"] = exposed + tied, codec
         # Bytes in flight take memory and cores away from the computation.
         parts["compute"] *= 1 + (cluster.background - 1) * min(1.0, max(0.0, exchange - exposed) / parts["compute"])
         if plan.strategy in ASYNCHRONOUS and cluster.slow:
@@ -192,7 +195,7 @@ class StepPredictor:
             parts=parts,
             memory=self.memory(plan),
             matrix_share=_matrix_share(stages[slowest]),
-            exchange_s=exchange,
+            exchange_s=exchange + tied,
             factors=self.factors,
         )
 
@@ -241,13 +244,15 @@ class StepPredictor:
         top = whole[slowest]
         uneven = math.fsum(whole) - p * top  # negative: the other stages fill faster
         if plan.schedule == "interleaved":
+            part = 1 / plan.chunks
+            name = f"interleaved:{plan.chunks}"
+            if plan.blocking:  # two transfers are a part of each chunk's work
+                return pipeline_s(name, p, m, top * part + 2 * transfer, 0.0, 0.0) + uneven * part
             if transfer * plan.chunks > forward[slowest]:
                 raise SpecError(
                     f"{plan}: a transfer of {format_duration(transfer)} takes longer than the forward of a chunk, "
                     f"{format_duration(forward[slowest] / plan.chunks)}, so its step cannot be predicted: use '1f1b'"
                 )
-            part = 1 / plan.chunks
-            name = f"interleaved:{plan.chunks}"
             return pipeline_s(name, p, m, top * part, 0.0, 0.0, transfer) + uneven * part
         if plan.schedule == "zero_bubble":
             # The weights' half of the backward has the same matrix products as the inputs' half.
@@ -288,7 +293,7 @@ class StepPredictor:
         if plan.strategy == "fsdp":
             return self._sharded(plan, stages, group, scale)
         if plan.strategy in SERVED:
-            total = self._served_s(plan, max(stage.parameters for stage in stages))
+            total = self._served_s(plan, stages)
             return total, total, 0.0
         message, codec_s = self._messages(plan, group)
         if plan.strategy in ("local", "gossip"):
@@ -309,6 +314,14 @@ class StepPredictor:
                 total, codec = taken, codec_s(nbytes)
             exposed = max(exposed, left - early)
         return total, exposed, codec
+
+    def _tied_s(self, plan: TrainingPlan, last: StageLayers) -> float:
+        """Seconds in which the first and the last stage sum the gradients of the weights that both use."""
+        if plan.pipeline == 1 or not last.tied_parameters:
+            return 0.0
+        link = self.cluster.neighbour(plan.tensor * plan.data, plan.pipeline)
+        shards = plan.data if plan.strategy == "fsdp" else 1
+        return link.latency_s + plan.sent_gradient_bytes * last.tied_parameters / shards / link.bandwidth
 
     def _reduce(
         self, plan: TrainingPlan, stage: StageLayers, message: Callable[[float], float], scale: float
@@ -369,10 +382,11 @@ class StepPredictor:
         network = Network(latency=group.latency_s, bandwidth=group.bandwidth)
         return min(predict_collectives(codec, [numel], network, group.size).values())
 
-    def _served_s(self, plan: TrainingPlan, parameters: float) -> float:
+    def _served_s(self, plan: TrainingPlan, stages: Sequence[StageLayers]) -> float:
         """Seconds in which all workers push gradients to the servers and pull weights, after each other.
 
-        Workers of one host send together; a server has the network of its host.
+        Workers of one host send together; a server has the network of its host. With whole tensors, the server that has
+        the largest one may have more to send than the others.
         """
         cluster = self.cluster
         level = cluster.levels[-1]
@@ -380,11 +394,16 @@ class StepPredictor:
         hosts = max(1, math.ceil(plan.ranks / cluster.devices_per_host))
         servers = plan.servers or hosts
         inside = cluster.levels[0].bandwidth * cluster.levels[0].efficiency
-        nbytes = plan.sent_gradient_bytes * parameters
+        width = plan.sent_gradient_bytes
+        nbytes = width * max(stage.parameters for stage in stages)
         seconds = 2 * nbytes / inside if plan.ranks > 1 and cluster.devices_per_host > 1 else 0.0
         if hosts > 1:
+            served = nbytes / servers
+            if plan.whole_tensors:
+                served = max(served, width * max(stage.largest_tensor for stage in stages))
             # A host's sum goes to the other hosts' servers; a server receives from all other hosts.
-            seconds += 2 * max((hosts - 1) / hosts, (hosts - 1) / servers) * nbytes / rate + 2 * level.latency_s
+            most = max((hosts - 1) / hosts * nbytes, (hosts - 1) * served)
+            seconds += 2 * most / rate + 2 * level.latency_s
         return seconds
 
     def _sharded(

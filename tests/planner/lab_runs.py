@@ -1,0 +1,212 @@
+"""Runs on emulated hosts, predicted before they run, and the planner's choice among all plans.
+
+```sh
+python -m tests.planner.lab_runs prepare FOLDER           # profiles, and syncline bench machine in each lab
+python -m tests.planner.lab_runs predict FOLDER twelve    # writes the predictions; nothing runs
+python -m tests.planner.lab_runs run FOLDER twelve 4@1gbit    # the runs of a lab; without a lab, all of them
+python -m tests.planner.lab_runs table FOLDER twelve
+```
+
+The sets of runs are `twelve`, `choice` (all plans of six pairs of a model and a network) and `development`, the runs
+that errors of the model were looked for in. `run` refuses a set without predictions.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from syncline.planner.machine import MachineMeasurement
+from syncline.planner.profile import TrainingProfile
+from syncline.planner.run_prediction import RunPrediction, predict_run
+from tests.planner.lab_worker import LabPlan
+
+CODECS = ("topk(0.01)|quantize(4)", "powersgd(2)")
+TOPK, POWERSGD = CODECS
+LOCAL, SSP, PIPELINE = "local(period=16)", "ssp(slack=3)", "pipeline(microbatches=8)"
+BLOCK_S, REPEATS = 4.0, 3
+CHOICE_BLOCK_S = 2.5
+
+
+@dataclass(frozen=True)
+class Model:
+    """A workload, with the samples of a worker in a step."""
+
+    workload: str
+    batch: int
+    optimizer: str
+
+
+MODELS = {
+    "transformer": Model("transformer(layers=4, width=128)", 16, "adam"),
+    "vgg": Model("vgg(side=16, width=16, dense=512)", 64, "momentum"),
+    "small": Model("transformer(layers=2, width=64)", 16, "adam"),
+}
+
+
+@dataclass(frozen=True)
+class LabRun:
+    """A run: model, lab, strategy, codec."""
+
+    model: str
+    lab: str
+    strategy: str = "allreduce"
+    codec: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.strategy if self.codec is None else f"{self.strategy}, {self.codec}"
+
+
+TWELVE = (
+    LabRun("transformer", "2@100mbit"),
+    LabRun("transformer", "2@100mbit", codec=POWERSGD),
+    LabRun("transformer", "2@100mbit", SSP),
+    LabRun("transformer", "4@100mbit", codec=TOPK),
+    LabRun("transformer", "4@100mbit", LOCAL),
+    LabRun("transformer", "4@100mbit", PIPELINE),
+    LabRun("transformer", "4@1gbit"),
+    LabRun("transformer", "4@1gbit", SSP),
+    LabRun("transformer", "4@1gbit", PIPELINE),
+    LabRun("transformer", "8@1gbit", codec=TOPK),
+    LabRun("transformer", "8@1gbit", codec=POWERSGD),
+    LabRun("transformer", "8@1gbit", LOCAL),
+)
+CANDIDATES = (("allreduce", None), ("allreduce", TOPK), ("allreduce", POWERSGD), (SSP, None), (PIPELINE, None))
+"""The plans among which the planner chooses."""
+CHOICE = tuple(
+    LabRun(model, lab, strategy, codec)
+    for model in MODELS
+    for lab in ("4@100mbit", "4@1gbit")
+    for strategy, codec in CANDIDATES
+)
+DEVELOPMENT = tuple(
+    LabRun("vgg", lab, strategy, codec)
+    for lab in ("4@100mbit", "4@1gbit")
+    for strategy, codec in (*CANDIDATES, (LOCAL, None))
+)
+SETS = {"twelve": TWELVE, "choice": CHOICE, "development": DEVELOPMENT}
+
+
+def prepare(folder: Path, labs: Sequence[str] = (), models: Sequence[str] = ()) -> None:
+    """Profile the models, and measure the machine in each lab."""
+    for name in models or MODELS:
+        model = MODELS[name]
+        words = ["profile", model.workload, "--optimizer", model.optimizer, "--batch", str(model.batch)]
+        _syncline(*words, "--out", str(folder / f"{name}.json"))
+    for lab in labs or sorted({run.lab for runs in SETS.values() for run in runs}):
+        codecs = ";".join(CODECS)
+        _syncline("bench", "machine", "--lab", lab, "--codecs", codecs, "--out", str(folder / f"machine-{lab}"))
+
+
+def _syncline(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "syncline", *words], check=True)
+
+
+def predictions(folder: Path, runs: Sequence[LabRun]) -> list[RunPrediction]:
+    """The predictions from the files of `prepare`."""
+    profiles = {name: TrainingProfile.read(folder / f"{name}.json") for name in {run.model for run in runs}}
+    machines = {
+        lab: MachineMeasurement.read(folder / f"machine-{lab}" / "machine.json") for lab in {run.lab for run in runs}
+    }
+    return [predict_run(profiles[run.model], machines[run.lab], strategy=run.strategy, codec=run.codec) for run in runs]
+
+
+def predict(folder: Path, name: str) -> None:
+    """Write the predictions of a set of runs."""
+    runs = SETS[name]
+    rows = [
+        {**asdict(run), "predicted_s": each.seconds, "parts": dict(each.parts), "cuts": each.cuts}
+        for run, each in zip(runs, predictions(folder, runs), strict=True)
+    ]
+    (folder / f"{name}-predicted.json").write_text(json.dumps(rows, indent=1))
+
+
+def run(folder: Path, name: str, only: Sequence[str] = ()) -> None:
+    """Run a set, one launch for the plans of a model in a lab."""
+    rows = json.loads((folder / f"{name}-predicted.json").read_text())
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["lab"]), []).append(row)
+    for (model, lab), members in groups.items():
+        if only and lab not in only and model not in only and f"{model}-{lab}" not in only:
+            continue
+        plans = [asdict(LabPlan(row["strategy"], row["codec"], tuple(row["cuts"]))) for row in members]
+        options = {
+            "workload": MODELS[model].workload,
+            "batch": MODELS[model].batch,
+            "optimizer": MODELS[model].optimizer,
+            "plans": plans,
+            "seconds": CHOICE_BLOCK_S if name == "choice" else BLOCK_S,
+            "repeats": REPEATS,
+            "out": str(folder / f"{name}-{model}-{lab}.json"),
+        }
+        worker = str(Path(__file__).with_name("lab_worker.py"))
+        _syncline("run", "--lab", lab, worker, json.dumps(options))
+
+
+def results(folder: Path, name: str) -> list[tuple[LabRun, float, float, tuple[float, float]]]:
+    """For each run that was measured: predicted, measured (the median), and the range of the repeats."""
+    found = []
+    for row in json.loads((folder / f"{name}-predicted.json").read_text()):
+        each = LabRun(row["model"], row["lab"], row["strategy"], row["codec"])
+        path = folder / f"{name}-{each.model}-{each.lab}.json"
+        for measured in json.loads(path.read_text()) if path.exists() else []:
+            if (measured["plan"]["strategy"], measured["plan"]["codec"]) == (each.strategy, each.codec):
+                seconds = measured["step_s"]
+                middle = statistics.median(seconds)
+                found.append((each, row["predicted_s"], middle, (min(seconds), max(seconds))))
+    return found
+
+
+def tables(folder: Path, name: str) -> str:
+    """The rows in Markdown, and the errors together."""
+    rows = results(folder, name)
+    lines = ["| model | lab | plan | measured ms (range) | predicted ms | error |", "|---|---|---|---|---|---|"]
+    for each, predicted, measured, (low, high) in rows:
+        lines.append(
+            f"| {each.model} | {each.lab} | {each.text} | {1e3 * measured:.1f} ({1e3 * low:.1f} – {1e3 * high:.1f}) | "
+            f"{1e3 * predicted:.1f} | {predicted / measured - 1:+.1%} |"
+        )
+    errors = sorted(abs(predicted / measured - 1) for _, predicted, measured, _ in rows)
+    lines += ["", f"median {statistics.median(errors):.1%}, worst {errors[-1]:.1%} of {len(errors)}"]
+    if name == "choice":
+        lines += ["", *choices(rows)]
+    return "\n".join(lines)
+
+
+def choices(rows: Sequence[tuple[LabRun, float, float, tuple[float, float]]]) -> list[str]:
+    """For each pair of a model and a network: the chosen plan, the best one, and their ratio."""
+    lines = ["| model | lab | chosen | ms | best | ms | chosen ÷ best |", "|---|---|---|---|---|---|---|"]
+    for model, lab in dict.fromkeys((each.model, each.lab) for each, *_ in rows):
+        own = [row for row in rows if (row[0].model, row[0].lab) == (model, lab)]
+        chosen, best = min(own, key=lambda row: row[1]), min(own, key=lambda row: row[2])
+        lines.append(
+            f"| {model} | {lab} | {chosen[0].text} | {1e3 * chosen[2]:.1f} | {best[0].text} | {1e3 * best[2]:.1f} | "
+            f"{chosen[2] / best[2]:.3f} |"
+        )
+    return lines
+
+
+def main(words: Sequence[str]) -> None:
+    command, folder, *rest = words
+    where = Path(folder)
+    where.mkdir(parents=True, exist_ok=True)
+    if command == "prepare":
+        prepare(where, [each for each in rest if "@" in each], [each for each in rest if "@" not in each])
+    elif command == "predict":
+        predict(where, rest[0])
+    elif command == "run":
+        run(where, rest[0], rest[1:])
+    else:
+        print(tables(where, rest[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -264,6 +264,9 @@ def with_killed_worker() -> None:
         assert "rank 1 computes stage 1" in str(error), error
         assert "micro-batch" in str(error), error
         print("fine:", error, flush=True)
+        again = find_lost(run.close)  # at once, and leaving the world is quiet then
+        assert again.peer == 1, again
+        assert str(again).startswith(str(error)), again
 
 
 def main() -> None:

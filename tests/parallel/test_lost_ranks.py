@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.errors import PeerLostError
+from syncline.errors import IncompatibleError, PeerLostError
 from syncline.parallel.partition import StagePartition
 from syncline.parallel.schedules import Action, build_schedule
 from syncline.training.pipeline_run import PipelineRun
@@ -142,6 +142,40 @@ def check_kill(spec: str, seed: int) -> bool:
 def test_all_survivors_name_the_killed_rank(spec: str) -> None:
     """A seed draws the victim and the action. Without a kill the results have the bits of a run without chaos."""
     assert any(hunted(check_kill, seeds(6), spec))
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_close_after_a_loss_raises_once(in_step: bool) -> None:
+    """The script has seen the error of a step, or `close` finds it. The parts of the model are refused afterwards."""
+
+    def work(world: World) -> tuple[str, ...]:
+        transport, model = world.group().transport, TiedSkip(tied=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.pipeline(model, optimizer, loss_of, stages=CUTS[2], schedule="1f1b", microbatches=4)
+        tokens = torch.arange(5)
+        run.step(tokens, tokens)
+        if world.rank == 1:
+            kill_rank(transport)
+            world.compute(1.0)
+        found = []
+        if in_step:
+            with pytest.raises(PeerLostError) as step:
+                run.step(tokens, tokens)
+            found.append(str(step.value))
+        start = transport.runtime.now()
+        with pytest.raises(PeerLostError) as at_exit:
+            world.__exit__(None, None, None)
+        assert not in_step or transport.runtime.now() == start
+        run.close()  # quiet: it was said
+        assert world.closed
+        with pytest.raises(IncompatibleError, match="an error has ended its run") as call:
+            model(tokens)
+        return (*found, str(at_exit.value), str(call.value))
+
+    *steps, at_exit, _ = sl.simulate(work, 2, UNBUFFERED).results[0]
+    assert "rank 1 computes stage 1" in at_exit
+    assert all(at_exit.startswith(text) for text in steps)
+    assert ("load a checkpoint" in at_exit) == in_step
 
 
 def test_a_send_to_the_killed_rank_does_not_hide_it() -> None:

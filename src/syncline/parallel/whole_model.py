@@ -161,8 +161,12 @@ class WholeModel:
             self._guard.reason = ", because it was made on the meta device: load a checkpoint into a whole model"
             return
         self._allocate()
-        self._fill()
-        self._complete_optimizer()
+        try:
+            self._fill()
+            self._complete_optimizer()
+        except BaseException:
+            self.release()  # some parameters have no values
+            raise
 
     def end(self) -> None:
         """Remove the hooks. After an error the model stays in parts, and says so when it is called."""

@@ -587,6 +587,14 @@ class PipelineRun(PartialModelRun):
         )
         return self._loss_of_rank
 
+    def _refuse_after_loss(self) -> None:
+        """Raise if a worker is known to be lost: to wait for the others may take as long as the timeout."""
+        loss = self._loss_of_rank
+        if loss is not None:
+            text = f"{loss}; so the run cannot be completed: load a checkpoint into a new model"
+            self._loss_of_rank = PeerLostError(text, peer=loss.peer, pending=loss.pending, seconds=loss.seconds)
+            raise self._loss_of_rank
+
     def _describe_stages(self, worker: int) -> str:
         stages = self.placement.stages_of(self.placement.position(worker)[0])
         return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
@@ -673,17 +681,21 @@ class PipelineRun(PartialModelRun):
     def close(self) -> None:
         """End the run: every worker then has the whole model, unless it was made on the meta device.
 
-        Every worker closes; a second call does nothing.
+        Every worker closes; a second call does nothing. After the loss of a worker nobody can have the whole model:
+        then the error is raised again at once, and the model stays in parts.
         """
         if self._closed:
             return
-        self.flush()
-        self.executor.finish_sends()
-        self.teams.close()
-        if self._divided is not None and not self._whole.never_whole:
-            self._divided.close()
-        self._whole.close()
-        self.release()
+        try:
+            self._refuse_after_loss()
+            self.flush()
+            self.executor.finish_sends()
+            self.teams.close()
+            if self._divided is not None and not self._whole.never_whole:
+                self._divided.close()
+            self._whole.close()
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Remove all hooks: the run is over on this worker."""

@@ -424,11 +424,13 @@ class World:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        else:  # report the error soon; do not wait for messages that are not delivered
-            self.transport.timeout = min(self.transport.timeout, LEAVE_TIMEOUT_S)
-            self._leave()
+        try:
+            if error is None:
+                self.close()
+        finally:
+            if not self.closed:  # report the error soon; do not wait for messages that are not delivered
+                self.transport.timeout = min(self.transport.timeout, LEAVE_TIMEOUT_S)
+                self._leave()
 
     def __repr__(self) -> str:
         return (

@@ -236,8 +236,8 @@ class NcclChannels(TensorChannels):
     def connect(self, name: str, pairs: Sequence[tuple[int, int]]) -> str:
         """Make the communicators, on all ranks in the same order. Returns the first error of NCCL, or nothing.
 
-        Each sends one byte. Otherwise it would be made with the first send of a training step, which then would wait
-        for the CPU of the other rank. Raises a RuntimeError if the other rank of a pair is lost.
+        Each sends one byte. Otherwise NCCL would connect the GPUs with the first send of a training step, which then
+        would wait for the CPU of the other rank. Raises a RuntimeError if the other rank of a pair is lost.
         """
         transport, factory = self.transport, self.transport.factory
         members, failure = transport.members, ""
@@ -250,7 +250,7 @@ class NcclChannels(TensorChannels):
             store.set_timeout(timedelta(seconds=transport.timeout))
             data = torch.zeros(1, dtype=torch.uint8, device=self._device)
             try:
-                group = factory.make_nccl_group(store, own, 2, priority=True)
+                group = factory.make_nccl_pair(store, own, self._device)
                 peer = source if own else destination
                 self._channels[source, destination] = _NcclChannel(self, group, peer, self._device)
                 work = group.recv([data], 0, 0) if own else group.send([data], 1, 0)

@@ -32,6 +32,8 @@ MAX_DEVICES = 4
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_ERRORS_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """What torch does when an operation of NCCL fails. By default it ends the process, without naming a rank."""
+NCCL_SERIALIZATION_VARIABLE = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Whether torch warns of messages on a communicator that it has made before: they wait for each other there."""
 WATCHDOG_TIMEOUT = timedelta(days=365)
 """After which torch takes an operation of NCCL for failed. Our waits have timeouts, and name the lost rank."""
 SPARE_DESCRIPTORS = 32
@@ -135,7 +137,7 @@ class ProcessGroupFactory:
         if self.liveness.elastic:
             addresses = _InterruptibleStore(addresses, members, self.liveness, self.timeout)
         cpu = gloo(addresses, rank, size, options)
-        groups = ChannelGroups(cpu, lambda: self.make_nccl_group(PrefixStore("nccl", store), rank, size))
+        groups = ChannelGroups(cpu, lambda: self._make_nccl_group(PrefixStore("nccl", store), rank, size))
         self._groups.append(groups)
         return groups
 
@@ -150,7 +152,17 @@ class ProcessGroupFactory:
                 self._devices.append([gloo.create_device(hostname=self._address)])
         return list(self._devices[self._channels % len(self._devices)])
 
-    def make_nccl_group(self, store: Store, rank: int, size: int, priority: bool = False) -> Any:
+    def make_nccl_pair(self, store: Store, rank: int, device: torch.device) -> Any:
+        """A group of NCCL for messages between two ranks. Their kernels go first. Both ranks call it, and wait here.
+
+        The communicator is made at once: at the first message torch would make it too, and print a warning.
+        """
+        with _variable(NCCL_SERIALIZATION_VARIABLE, "0"):  # another warning; the order of messages is wanted
+            group = self._make_nccl_group(store, rank, 2, priority=True)
+        group.eager_connect_single_device(device)
+        return group
+
+    def _make_nccl_group(self, store: Store, rank: int, size: int, priority: bool = False) -> Any:
         """A group of NCCL. It makes its communicator with the first operation. `priority`: its kernels go first."""
         if not dist.is_nccl_available():
             raise UnsupportedError("this PyTorch has no NCCL: move the tensor to the CPU, or name a schedule")

@@ -103,6 +103,12 @@ def test_a_profile_with_time_and_cost_to_a_target(capsys: pytest.CaptureFixture[
         (("plan", PROFILE, "--model", "vgg", "--cluster", "1 hosts x 8 a100"), "one of them"),
         (("plan", PROFILE, "--cluster", "1 hosts x 8 v100", "--batch", "8"), "use a batch of"),
         (("plan", PROFILE, "--cluster", "1 hosts x 8 v100", "--precision", "half"), "leave out --precision"),
+        (("plan", PROFILE), "--measure here, --hosts a:2,b:2 or --lab"),
+        (("plan", PROFILE, "--cluster", "1 hosts x 8 v100", "--hosts", "a,b"), "--cluster and --hosts name different"),
+        (("plan", PROFILE, "--cluster", "1 hosts x 8 v100", "-n", "4"), "leave -n out"),
+        (("plan", PROFILE, "--measure", "here", "-n", "1"), "at least 2 workers"),
+        (("plan", PROFILE, "--measure", "here"), "neither FLOPs nor memory"),
+        (("plan", "--model", "vgg", "--measure", "here"), "--measure needs a profile"),
         (("plan", "nowhere.json", "--cluster", "1 hosts x 8 v100"), "nowhere.json cannot be read"),
     ],
 )

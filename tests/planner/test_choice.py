@@ -13,7 +13,8 @@ from torch import nn
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
-from syncline.planner.choice import describe_network, measure_gradients, this_device
+from syncline.planner.choice import measure_gradients
+from syncline.planner.measured_cluster import describe_network, measured_device
 from syncline.strategies import AutoStrategy
 from syncline.training.loop import train
 from syncline.training.settings import Settings
@@ -172,7 +173,7 @@ def test_measuring_leaves_the_model_as_it_is() -> None:
 
 
 def test_the_measured_network_is_a_cluster() -> None:
-    device = this_device(1e10)
+    device = measured_device(1e10)
     network = sl.Network(latency=1e-4, bandwidth=1e8, per_message=1e-5, ranks_per_host=4, inside=INSIDE)
     cluster = describe_network(network, 16, 4, device, step_noise=0.0)
     assert (cluster.hosts, cluster.devices_per_host) == (4, 4)

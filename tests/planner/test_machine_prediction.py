@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from syncline.bench.machine import MachinePlan
 from syncline.cli.main import main
+from syncline.cli.placement import Placement
 from syncline.errors import SpecError
+from syncline.launch.programs import Host
+from syncline.launch.start import Job
 from syncline.planner.machine_prediction import MachinePredictor
 from syncline.planner.plans import TrainingPlan
 from syncline.planner.run_prediction import predict_run
@@ -70,3 +75,45 @@ def test_command_ranks_plans_and_names_what_is_missing(tmp_path: Path, capsys: p
     ):
         assert main(["plan", *words]) == 2
         assert refusal in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--measure", "here"], Placement(2)),
+        (["--measure", "here", "-n", "4"], Placement(4)),
+        (["--hosts", "a:2,b:2"], Placement(4, (Host("a", 2), Host("b", 2)))),
+        (["--lab", "4@100mbit"], Placement(4, lab=(4, "100mbit"))),
+    ],
+)
+def test_measuring_first_gives_the_plans_of_the_measurement(
+    words: list[str],
+    place: Placement,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The bench is started where the options say, with the codecs that are asked for; its file is read and removed."""
+    profile = str(tmp_path / "profile.json")
+    profile_of(SHAPES).write(profile)
+    written: list[Path] = []
+
+    def run(placement: Placement, job: Job, **_: object) -> int:
+        assert placement == place
+        module, name, options = job.target
+        assert (module, name) == ("-m", "syncline.bench.machine")
+        plan = MachinePlan(**json.loads(options))
+        assert list(plan.codecs) == ["onebit"]
+        written.append(Path(plan.out))
+        assert (tmp_path in written[0].parents) == bool(placement.hosts), "a folder that all hosts see"
+        replace(MACHINE, exchanges=exchanges_of("allreduce", "onebit", [0.01, 0.011, 0.02])).write(plan.out)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Placement, "run", run)
+    assert main(["plan", profile, *words, "--batch", "32", "--codec", "onebit"]) == 0
+    assert "allreduce on 4, micro-batch 8, onebit" in capsys.readouterr().out
+    assert not written[0].exists()
+    monkeypatch.setattr(Placement, "run", lambda *_, **__: 3)
+    assert main(["plan", profile, *words, "--batch", "32", "--codec", "onebit"]) == 1
+    assert "ended with exit code 3" in capsys.readouterr().err

@@ -30,20 +30,19 @@ from syncline.errors import SpecError
 from syncline.parallel.partition import LayerCost, ModelProfile
 from syncline.parallel.profile import restoring_state
 from syncline.planner.calibration import MEASURED
-from syncline.planner.cluster import STEP_NOISE, Cluster, NetworkLevel, RankGroup
-from syncline.planner.devices import Device
+from syncline.planner.cluster import STEP_NOISE, Cluster, RankGroup
 from syncline.planner.layer_costs import MeasuredCosts
 from syncline.planner.limits import find_limit
+from syncline.planner.measured_cluster import UNLIMITED, describe_network, measured_device
 from syncline.planner.plans import OPTIMIZERS, TrainingPlan, read_strategy
 from syncline.planner.prediction import PredictedStep, StepPredictor
 from syncline.planner.quantities import format_duration
 from syncline.planner.search import INDISTINCT
 from syncline.reduction import check_same_in, codec_seconds
 from syncline.strategies import AutoCandidate, AutoStrategy
-from syncline.transports import Network
 from syncline.world import Group, allgather, allreduce, broadcast_object
 
-__all__ = ["StrategyChoice", "choose_strategy", "describe_network", "measure_gradients"]
+__all__ = ["StrategyChoice", "choose_strategy", "measure_gradients"]
 
 logger = logging.getLogger("syncline")
 
@@ -57,8 +56,6 @@ MIN_STEP_S = 1e-9
 CALLS = 21
 """All-reduces of one number."""
 FLOAT_BYTES = 4
-UNLIMITED = 1e30
-"""Bytes and rates on the simulator, where computing takes no time."""
 
 
 @dataclass(frozen=True)
@@ -303,50 +300,6 @@ def _as_profile(
     return ModelProfile(layers=tuple(reversed(layers)), batch_size=1, model=model)
 
 
-def describe_network(network: Network, ranks: int, hosts: int, device: Device, *, step_noise: float) -> Cluster:
-    """The cluster of a measured or simulated network.
-
-    Latency counts the work of a message; bandwidth counts the combination of what is received, as in a ring:
-    2β' = 2β + γ.
-
-    >>> network = Network(latency=1e-5, bandwidth=1e9)
-    >>> describe_network(network, 4, 1, this_device(1e10), step_noise=0.0).group(4, stride=1).bandwidth
-    1000000000.0
-    """
-
-    def level(name: str, members: int, latency: float, bandwidth: float, ranks_of_member: int) -> NetworkLevel:
-        rate = 1 / (1 / bandwidth + network.combine / 2)
-        return NetworkLevel(
-            name=name, members=members, bandwidth=rate * ranks_of_member, latency_s=latency + network.per_message
-        )
-
-    inside, each = network.inside, network.ranks_per_host or 1
-    levels: tuple[NetworkLevel, ...]
-    if inside is not None and 1 < each < ranks and ranks % each == 0:
-        levels = (
-            level("host", each, inside.latency, inside.bandwidth, 1),
-            level("network", ranks // each, network.latency, network.bandwidth, each),
-        )
-    elif hosts == 1:
-        levels = (level("host", ranks, network.latency, network.bandwidth, 1),)
-    else:
-        alone = level("host", 1, network.latency, network.bandwidth, 1)
-        levels = (alone, level("network", ranks, network.latency, network.bandwidth, 1))
-    return Cluster(device=device, levels=levels, step_noise=step_noise, source="measured")
-
-
-def this_device(memory_bytes_per_s: float) -> Device:
-    """The device of a measured profile. Only the memory's bandwidth counts, for the optimizer's step."""
-    return Device(
-        name="this machine",
-        half_flops_per_s=1.0,
-        single_flops_per_s=1.0,
-        memory_bytes=UNLIMITED,
-        memory_bytes_per_s=memory_bytes_per_s,
-        memory_efficiency=1.0,
-    )
-
-
 def _update_rate(optimizers: Sequence[Optimizer], nbytes: float, clock: Callable[[], float]) -> float:
     """Bytes per second of the optimizers' steps, if an update moves `nbytes`. Copies take the steps.
 
@@ -391,7 +344,7 @@ def _predictor(
     trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
     nbytes = sum(each.nbytes for each in trained.values())
     update_bytes = OPTIMIZERS[_optimizer_name(optimizers[0])].update * nbytes / FLOAT_BYTES
-    device = this_device(_update_rate(optimizers, update_bytes, _clock_of(model, world.runtime.now)))
+    device = measured_device(_update_rate(optimizers, update_bytes, _clock_of(model, world.runtime.now)))
     cluster = describe_network(
         network, group.size, len(set(world.hosts)), device, step_noise=0.0 if exact else STEP_NOISE
     )

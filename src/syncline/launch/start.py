@@ -217,7 +217,7 @@ def run_by_mpiexec(
 def run_by_srun(job: Job, ranks: int) -> int:
     """Run with srun, which this process becomes. It is called inside a Slurm job."""
     # The key is in the environment, which srun forwards: every user of a machine can read command lines.
-    variables = {"SYNCLINE_KEY": network_key(), **role_environment(ranks, handlers=job.handlers)}
+    variables = {"SYNCLINE_KEY": network_key(), **role_environment(ranks, handlers=job.handlers), **job.variables}
     return become_launcher(srun_command(job.target, ranks, os.environ), variables)
 
 

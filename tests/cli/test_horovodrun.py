@@ -90,8 +90,13 @@ def started(script: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("-np 2 --host-discovery-script x python train.py", SpecError, "no such file, or it cannot be executed"),
         ("-np 2 -H a:2 --host-discovery-script x python train.py", IncompatibleError, "leave -H and --hostfile out"),
         ("-np 2 --slots-per-host 2 python train.py", SpecError, "with --host-discovery-script"),
-        ("-np 2 --output-filename x python train.py", UnsupportedError, "--output-filename: .* > FILE"),
-        ("-np 2 --config-file x python train.py", UnsupportedError, "YAML is not read here"),
+        ("-np 2 --mpi --output-filename x python train.py", IncompatibleError, "its own option by --mpi-args"),
+        (
+            "-np 2 --output-filename train.py python train.py",
+            SpecError,
+            "train.py cannot be written to .*name another folder with --output-f",
+        ),
+        ("-np 2 --config-file nowhere python train.py", SpecError, "--config-file nowhere cannot be read"),
         ("-np 2 --jsrun python train.py", UnsupportedError, "--jsrun"),
         ("-np 2 --gloo --mpi python train.py", IncompatibleError, "leave one out"),
         ("-np 2 --mpi -p 22 python train.py", IncompatibleError, "set them in ~/.ssh/config"),
@@ -210,6 +215,75 @@ def test_flags_become_variables(started: dict[str, Any], caplog: pytest.LogCaptu
     assert caplog.messages == [f"without effect here: {idle}, --prefix-output-with-timestamp"]
 
 
+CONFIG = """
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 10
+  hierarchical_allreduce: false
+autotune:
+  enabled: true
+  warmup_samples: 5
+timeline:
+  filename: t.json
+  mark_cycles: true
+stall_check:
+  enabled: false
+library_options:
+logging:
+  level: INFO
+"""
+
+
+def test_a_configuration_file(started: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    Path("job.yaml").write_text(CONFIG)
+    line = "-np 2 --config-file job.yaml --cycle-time-ms 2 --stall-check --no-timeline-mark-cycles python train.py"
+    with caplog.at_level(logging.WARNING, logger="syncline"):
+        horovodrun.run(parsed(*line.split()))
+    assert started["job"].variables == {
+        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+        "HOROVOD_CYCLE_TIME": "2",  # the options win
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+        "HOROVOD_LOG_LEVEL": "INFO",
+    }
+    assert caplog.messages == ["without effect here: --autotune, --autotune-warmup-samples"]
+    Path("mpi.yaml").write_text("controller: MPI\n")
+    horovodrun.run(parsed(*["-np", "3", "--config-file", "mpi.yaml", "python", "train.py"]))
+    assert started["command"][0] == "mpiexec"
+    started.clear()
+    horovodrun.run(parsed(*["-np", "3", "--gloo", "--config-file", "mpi.yaml", "python", "train.py"]))
+    assert started["hosts"] == (Host("localhost", 3),)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- params", "sections such as params: with keys are needed, not a list"),
+        ("params: [1", "job.yaml cannot be read"),
+        ("parms: {}", "'parms' is no section; did you mean 'params'"),
+        ("params: 3", "'params' is no section"),
+        ("params: {cycle_time: 3}", "params has no key 'cycle_time'; did you mean 'cycle_time_ms'"),
+        ("params: {cycle_time_ms: true}", "params: cycle_time_ms: True: a value is needed"),
+        ("timeline: {mark_cycles: 1}", "true or false is needed"),
+        ("params: {fusion_threshold_mb: much}", "fusion-threshold-mb: 'much' is not a whole number"),
+        ("controller: jsrun", "controller: jsrun is not one of gloo, mpi"),
+    ],
+)
+def test_a_bad_configuration_file(script: Path, text: str, words: str) -> None:
+    Path("job.yaml").write_text(text)
+    with pytest.raises(SpecError, match=words):
+        horovodrun.run(parsed("-np", "2", "--config-file", "job.yaml", "python", "train.py"))
+
+
+def test_configuration_files_need_pyyaml(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[horovod\]'"):
+        horovodrun.run(parsed("-np", "2", "--config-file", "job.yaml", "python", "train.py"))
+
+
 def test_mpiexec_starts_them_where_asked(started: dict[str, Any]) -> None:
     horovodrun.run(
         parsed("-np", "3", "--mpi", "--mpi-args=-bind-to none", "--cycle-time-ms", "2", "python", "train.py")
@@ -254,12 +328,21 @@ def told(runs: Runs, rank: int) -> dict[str, str]:
     return found
 
 
+def output(runs: Runs, rank: str) -> tuple[str, str]:
+    """The files of --output-filename."""
+    folder = runs.folder / "logs" / rank
+    return (folder / "stdout").read_text(), (folder / "stderr").read_text()
+
+
 def test_a_run(runs: Runs) -> None:
     script = runs.script(TELL)
-    words = ("horovodrun", "-np", "2", "-H", "localhost:4", "--cycle-time-ms", "3", "python", "-u", script, "-np", "x")
-    run = runs.run(*words)
+    (runs.folder / "job.yaml").write_text("params: {cycle_time_ms: 3}")
+    words = ("-np", "2", "-H", "localhost:4", "--config-file", "job.yaml", "--output-filename", "logs")
+    run = runs.run("horovodrun", *words, "python", "-u", script, "-np", "x")
     assert run.code == 0, run.describe()
     assert sorted(run.out.splitlines()) == ["[1] hello ['-np', 'x']", "hello ['-np', 'x']"]
+    for rank in (0, 1):
+        assert output(runs, f"rank.{rank}") == ("hello ['-np', 'x']\n", "")
     common = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
     for rank in (0, 1):
         own = {"HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(rank), "HOROVOD_CYCLE_TIME": "3"}
@@ -284,12 +367,14 @@ def test_over_ssh(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "sshd").mkdir()
     with ssh_server(tmp_path / "sshd") as command:
         environ = {"SYNCLINE_SSH": command, "HOROVOD_CACHE_CAPACITY": "7"}
-        words = ("horovodrun", "-np", "3", "-H", "localhost:2,alpha:4", "--cycle-time-ms", "3", "python")
+        words = ("horovodrun", "-np", "3", "-H", "localhost:2,alpha:4", "--cycle-time-ms", "3")
+        words += ("--output-filename", "logs", "python")
         # Over ssh a worker finds nothing of our environment but what is forwarded_variables.
         script = runs.script("")
         Path(script).write_text(f"import os\nos.environ['HERE'] = {str(runs.folder)!r}\n{PRELUDE}{TELL}")
         run = runs.run(*words, script, variables=environ)
     assert run.code == 0, run.describe()
+    assert [output(runs, f"rank.{rank}")[0] for rank in range(3)] == ["hello []\n"] * 3
     last = told(runs, 2)
     assert (last["HOROVOD_RANK"], last["HOROVOD_LOCAL_RANK"], last["HOROVOD_LOCAL_SIZE"]) == ("2", "0", "1")
     assert (last["HOROVOD_CROSS_RANK"], last["HOROVOD_CROSS_SIZE"]) == ("1", "2")

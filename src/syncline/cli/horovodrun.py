@@ -7,9 +7,11 @@ examples:
   syncline horovodrun -np 8 --hostfile hosts -p 2222 python -m package.train
   syncline horovodrun -np 3 --min-np 2 --max-np 4 --host-discovery-script ./hosts.sh python train.py      elastic
   syncline horovodrun -np 2 --timeline-filename t.json --fusion-threshold-mb 32 python train.py
+  syncline horovodrun --alias -np 4 python train.py                a script that imports horovod.torch
+  syncline horovodrun --config-file job.yaml --output-filename logs -np 4 python train.py
   syncline horovodrun --check-build
 
-Output, exit code and Ctrl-C are those of `syncline run`. Change one line of the script: import
+Output, exit code and Ctrl-C are those of `syncline run`. Without --alias, change one line of the script: import
 syncline.compat.horovod.torch as hvd. Workers have HOROVOD_RANK, HOROVOD_SIZE and similar variables, except with --mpi.
 """
 
@@ -27,11 +29,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import syncline
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.cli.run import check_readable
 from syncline.compat.horovod.settings import PREFIX, read
+from syncline.compat.module_aliases import alias_variables
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.discovery import HostDiscovery
 from syncline.launch.elastic import DEFAULT_RESTARTS, ElasticOptions
@@ -39,9 +43,11 @@ from syncline.launch.mpi import why_no_mpi
 from syncline.launch.programs import LOCALHOST, Host, parse_hosts
 from syncline.launch.ssh import ssh_command
 from syncline.launch.start import Job, run_by_mpiexec
+from syncline.specs import nearest
+from syncline.training.run_folder import make_writable
 from syncline.training.system import has_backend
 
-__all__ = ["PythonCommand", "configure", "parse_command", "place_ranks", "read_hostfile", "run"]
+__all__ = ["PythonCommand", "config_options", "configure", "parse_command", "place_ranks", "read_hostfile", "run"]
 
 logger = logging.getLogger("syncline")
 
@@ -93,8 +99,6 @@ IDLE = {
 }
 """Flags of horovodrun without effect, and their numbers of values."""
 REFUSED = {
-    "--output-filename": "output goes to the terminal, each line with its rank; write it to a file with > FILE",
-    "--config-file": "YAML is not read here; give its settings as flags or as HOROVOD_* variables",
     "--jsrun": "LSF's jsrun is not supported; use -H with ssh, --mpi, or syncline run --hosts slurm",
 }
 """Flags of horovodrun that are not supported, and what to do instead."""
@@ -109,6 +113,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-cb", "--check-build", action="store_true", help="print what is built in, and run nothing")
     parser.add_argument("--verbose", action="store_true", help="print more messages of the launcher")
     parser.add_argument("--disable-cache", action="store_true", help="no effect: nothing is cached between runs")
+    parser.add_argument(
+        "--alias", action="store_true", help="let the script `import horovod.torch`; it need not be changed"
+    )
+    parser.add_argument(
+        "--output-filename",
+        type=Path,
+        metavar="FOLDER",
+        help="also write the output of each rank to FOLDER/rank.0/stdout and stderr, …, without its rank in the lines",
+    )
+    parser.add_argument("--config-file", metavar="FILE", help="a YAML file with settings; options win over it")
     hosts = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="a:2,b:2", help="hosts and their slots; the first are filled first")
     hosts.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same as lines: a slots=2")
@@ -174,8 +188,7 @@ def _configure_tuning(parser: argparse.ArgumentParser) -> None:
         idle.add_argument(*names, dest=flag, **values)  # type: ignore[arg-type]
     refused = parser.add_argument_group("refused", "options of horovodrun; a message says what to do instead")
     for flag in REFUSED:
-        kind: dict[str, object] = {"action": "store_true"} if flag == "--jsrun" else {"metavar": "X"}
-        refused.add_argument(flag, dest=flag, **kind)  # type: ignore[arg-type]
+        refused.add_argument(flag, dest=flag, action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -185,10 +198,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.verbose:
         logger.setLevel(logging.INFO)
+    if arguments.config_file is not None:
+        _read_config(arguments, arguments.config_file)
     _check(arguments)
     words = arguments.command_line
     command = parse_command(words[1:] if words[:1] == ["--"] else words)
-    variables = {**command.variables, **_variables(arguments)}
+    aliases = alias_variables(["horovod"] if arguments.alias else [], os.environ)
+    variables = {**command.variables, **_variables(arguments), **aliases}
     settings = read({**os.environ, **variables})  # an invalid value is refused here, not on every rank
     with _discovery(arguments) as discovery:
         hosts = _hosts(arguments, discovery, settings.elastic_timeout)
@@ -204,6 +220,7 @@ def run(arguments: argparse.Namespace) -> int:
             policy="stop" if elastic is None else "continue",
             discovery=discovery,
             elastic_timeout_s=settings.elastic_timeout,
+            output=arguments.output_filename,
         )
         return _start(arguments, job, hosts)
 
@@ -269,6 +286,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise IncompatibleError("-p and -i are for ssh, and with --mpi mpiexec calls it; set them in ~/.ssh/config")
     if not arguments.mpi and (arguments.mpi_args or arguments.binding_args):
         raise IncompatibleError("--mpi-args and --binding-args are for mpiexec; add --mpi, or leave them out")
+    if arguments.output_filename is not None:
+        if arguments.mpi:
+            raise IncompatibleError("--output-filename: mpiexec handles the output; give its own option by --mpi-args")
+        make_writable(arguments.output_filename, "--output-filename")
 
 
 def _elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOptions | None:
@@ -286,6 +307,105 @@ def _elastic_options(arguments: argparse.Namespace, ranks: int) -> ElasticOption
             f"at most {ranks}, the maximum at least {ranks}"
         )
     return ElasticOptions(least, most, DEFAULT_RESTARTS)
+
+
+CONFIG = {
+    "params": {
+        **{name: f"--{name.replace('_', '-')}" for name in ("fusion_threshold_mb", "cycle_time_ms", "cache_capacity")},
+        "hierarchical_allreduce": "--hierarchical-allreduce",
+        "hierarchical_allgather": "--hierarchical-allgather",
+    },
+    "autotune": {
+        "enabled": "--autotune",
+        "log_file": "--autotune-log-file",
+        "warmup_samples": "--autotune-warmup-samples",
+        "steps_per_sample": "--autotune-steps-per-sample",
+        "bayes_opt_max_samples": "--autotune-bayes-opt-max-samples",
+        "gaussian_process_noise": "--autotune-gaussian-process-noise",
+    },
+    "timeline": {"filename": "--timeline-filename", "mark_cycles": "--timeline-mark-cycles"},
+    "stall_check": {
+        "enabled": "--stall-check",
+        "warning_time_seconds": "--stall-check-warning-time-seconds",
+        "shutdown_time_seconds": "--stall-check-shutdown-time-seconds",
+    },
+    "library_options": {
+        "mpi_threads_disable": "--mpi-threads-disable",
+        "num_nccl_streams": "--num-nccl-streams",
+        "ccl_bgt_affinity": "--ccl-bgt-affinity",
+        "gloo_timeout_seconds": "--gloo-timeout-seconds",
+    },
+    "logging": {"level": "--log-level", "with_timestamp": "--log-with-timestamp"},
+}
+"""The sections of a configuration file, and the option of each key. `controller` stands beside them."""
+CONTROLLERS = ("gloo", "mpi")
+
+
+def _read_config(arguments: argparse.Namespace, path: str) -> None:
+    """Set the options that a configuration file names and the command line does not."""
+    words = config_options(_load_yaml(path), path)
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    configure(parser)
+    try:
+        found = vars(parser.parse_args(words))
+    except argparse.ArgumentError as error:
+        raise SpecError(f"--config-file {path}: {error}") from None
+    given = vars(arguments)
+    if given["gloo"] or given["mpi"]:
+        found.update(gloo=False, mpi=False)
+    for name, value in found.items():
+        if given[name] in (None, False) and value not in (None, False):
+            given[name] = value
+
+
+def _load_yaml(path: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise UnsupportedError("--config-file needs PyYAML: pip install 'syncline[horovod]', or give options") from None
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"--config-file {path} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def config_options(document: Any, path: str) -> list[str]:
+    """The options that a configuration file means.
+
+    >>> config_options({"controller": "gloo", "params": {"cycle_time_ms": 5}, "stall_check": {"enabled": False}}, "f")
+    ['--gloo', '--cycle-time-ms=5', '--no-stall-check']
+    """
+    where = f"--config-file {path}"
+    if not isinstance(document, dict):
+        raise SpecError(f"{where}: sections such as params: with keys are needed, not a {type(document).__name__}")
+    words = []
+    for section, keys in document.items():
+        if section == "controller":
+            if str(keys).lower() not in CONTROLLERS:
+                raise SpecError(f"{where}: controller: {keys} is not one of {', '.join(CONTROLLERS)}")
+            words.append(f"--{str(keys).lower()}")
+            continue
+        if section not in CONFIG or (keys is not None and not isinstance(keys, dict)):
+            raise SpecError(f"{where}: {section!r} is no section; {nearest(str(section), ['controller', *CONFIG])}")
+        for key, value in (keys or {}).items():
+            if key not in CONFIG[section]:
+                raise SpecError(f"{where}: {section} has no key {key!r}; {nearest(str(key), list(CONFIG[section]))}")
+            words += _config_option(CONFIG[section][key], value, f"{where}: {section}: {key}: {value}")
+    return words
+
+
+def _config_option(flag: str, value: Any, where: str) -> list[str]:
+    switch = IDLE.get(flag) == 0 or any(flag == name for name, _, _ in SWITCHES)
+    if value is None:
+        return []
+    if switch != isinstance(value, bool):
+        raise SpecError(f"{where}: {'true or false' if switch else 'a value'} is needed")
+    if not switch:
+        return [f"{flag}={value}"]
+    if value:
+        return [flag]
+    opposite = flag.replace("--", "--no-", 1)
+    return [opposite] if opposite in IDLE or any(opposite == name for name, _, _ in SWITCHES) else []
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:

@@ -11,6 +11,8 @@ examples:
   syncline run -n 4 --servers 2 --replicas 2 train.py      the loss of one of them loses nothing
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
   syncline run --lab 4@100mbit --mpi train.py      the same by mpiexec
+  syncline run -n 4 --as ml_comm train.py          a script that imports ml_comm, ml_comm_torch or dl_comm
+  syncline run -n 4 --as horovod train.py          a script that imports horovod.torch
 
 Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails, the others are
 ended. Its traceback is shown once, with all ranks that raised the same error, and its exit code is returned. An
@@ -31,6 +33,7 @@ from syncline.cli.placement import (
     read_elastic_options,
     read_server_restarts,
 )
+from syncline.compat.module_aliases import ALIASES, alias_variables
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.start import Job, run_by_srun
 
@@ -46,6 +49,7 @@ HINTS = {
         ("--strategy", "--codec", "--collective"),
         "set it in the script, as in sl.distribute(model, optimizer, strategy='ssp', codec='quantize(4)')",
     ),
+    **dict.fromkeys(("--alias", "--import-as"), "write --as horovod or --as ml_comm"),
     **dict.fromkeys(("", "--epochs", "--steps"), "options of the script come after its name"),
 }
 
@@ -65,6 +69,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--folder", type=Path, metavar="FOLDER", help="the folder of an elastic job; default runs/ and the time"
     )
     parser.add_argument("--handlers", metavar="M,…", default="", help="modules with handlers that the servers import")
+    parser.add_argument(
+        "--as",
+        action="append",
+        default=[],
+        dest="aliases",
+        metavar="NAME",
+        help=f"stand in for the modules of another library, which the script imports: {' or '.join(ALIASES)}",
+    )
     parser.add_argument("--address", metavar="A", help="this machine's address that the workers can reach")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="script.py args…", help="what to run")
@@ -86,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         handlers=arguments.handlers,
         mpi=arguments.mpi,
         lost_after=arguments.lost_after,
+        variables=alias_variables(arguments.aliases, os.environ),
+        horovod="horovod" in arguments.aliases,
     )
     return run_by_srun(job, placement.ranks) if slurm else placement.run_elastic(job, arguments.folder)
 

@@ -98,10 +98,11 @@ class LocalProcesses:
             nothing = opened.enter_context(open(os.devnull, "rb"))
             streams = [nothing.fileno() if sys.stdin is None else 0, 1, 2]  # None: standard input is closed
             if program.prefix is not None:
-                for number, sink in ((1, self._output.out), (2, self._output.err)):
+                for number, sink, name in ((1, self._output.out, "stdout"), (2, self._output.err, "stderr")):
                     path = os.path.join(folder, f"stream{number}")
                     streams[number] = opened.enter_context(open(path, "wb")).fileno()
-                    self._output.follow(path, sink, program.prefix)
+                    copy = os.path.join(program.output, name) if program.output else None
+                    self._output.follow(path, sink, program.prefix, copy)
                     os.unlink(path)  # both ends stay open, and no file is left, even if the launcher is killed
             prefork, why = find_prefork(program.target, variables, give_up)
             if give_up():

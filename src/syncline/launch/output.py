@@ -33,6 +33,8 @@ class _Stream:
     freed: int = 0
     ended: bool = False
     broken: bool = False
+    copy: BinaryIO | None = None
+    """A file to which everything is written too, as it is."""
 
 
 class OutputForwarder:
@@ -53,11 +55,18 @@ class OutputForwarder:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def follow(self, path: str, sink: BinaryIO, prefix: str | None) -> None:
-        """Forward what is written to a file: whole lines after `prefix`, or unchanged if `prefix` is None."""
+    def follow(self, path: str, sink: BinaryIO, prefix: str | None, copy: str | None = None) -> None:
+        """Forward what is written to a file: whole lines after `prefix`, or unchanged if `prefix` is None.
+
+        Everything is also written to the file `copy`, unchanged, if there is one.
+        """
         # Open for writing too, so that its disk space can be freed.
         file = open(path, "r+b", buffering=0)  # noqa: SIM115 - closed in _close()
-        self._streams.append(_Stream(file, None if prefix is None else prefix.encode(), sink))
+        stream = _Stream(file, None if prefix is None else prefix.encode(), sink)
+        if copy is not None:
+            os.makedirs(os.path.dirname(copy), exist_ok=True)
+            stream.copy = open(copy, "wb", buffering=0)  # noqa: SIM115 - closed in _close()
+        self._streams.append(stream)
         self._start_thread()
 
     def say(self, line: str) -> None:
@@ -131,6 +140,7 @@ class OutputForwarder:
         """Forward one chunk of a stream; return whether there is more."""
         data = stream.file.read(min(READ_BYTES, stream.end - stream.position))
         stream.position += len(data)
+        self._copy(stream, data)
         if stream.prefix is None:
             self._send(stream, data)
         else:
@@ -149,7 +159,19 @@ class OutputForwarder:
         if stream.rest:
             self._write(stream, [stream.rest])
         stream.file.close()
+        if stream.copy is not None:
+            stream.copy.close()
         self._streams.remove(stream)
+
+    def _copy(self, stream: _Stream, data: bytes) -> None:
+        """Write to the copy of a stream. If that fails, for example on a full disk, the run goes on without it."""
+        try:
+            while stream.copy is not None and data:
+                data = data[stream.copy.write(data) :]
+        except OSError as error:
+            self._messages.append(f"syncline: {stream.copy.name} is incomplete: {error.strerror}\n".encode())
+            stream.copy.close()
+            stream.copy = None
 
     def _write(self, stream: _Stream, lines: list[bytes]) -> None:
         prefix = stream.prefix or b""

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from syncline.environment.base import JOB_FOLDER_VARIABLE
@@ -84,6 +85,8 @@ class Program:
     """The command that runs another command in the host's network namespace; empty outside of a lab."""
     host: str = ""
     """The name of its `LaunchHost`."""
+    output: str = ""
+    """A folder on its host to which its output is written too, as files stdout and stderr; empty for none."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON, for an agent on another host."""
@@ -116,10 +119,12 @@ def rank_programs(
     plain_rank: int | None = 0,
     horovod: bool = False,
     elastic: bool = False,
+    output: Path | None = None,
 ) -> list[list[Program]]:
     """The programs of the ranks, by host. Ranks are numbered host by host.
 
     `horovod`: with Horovod's variables too. `elastic`: each rank has its member number, which at first is its rank.
+    `output`: a folder to which their output is written too.
 
     >>> found = rank_programs([LaunchHost(name="a", slots=2), LaunchHost(name="b", slots=1)], ["train.py"], {})
     >>> [[program.name for program in programs] for programs in found]
@@ -145,10 +150,23 @@ def rank_programs(
                 variables |= _horovod_variables([host.slots for host in hosts], number, first + local, local)
             if elastic:
                 variables[MEMBER_VARIABLE] = str(first + local)
-            prefix = None if first + local == plain_rank else f"[{first + local}] "
-            programs.append(_program(host, name, target, {**common, **variables}, prefix, rank=first + local))
+            plain = None if output is None else ""  # output that is also written to a file passes the launcher
+            prefix = plain if first + local == plain_rank else f"[{first + local}] "
+            program = _program(host, name, target, {**common, **variables}, prefix, rank=first + local)
+            if output is not None:
+                program = replace(program, output=str(output / _rank_folder(first + local, len(str(size - 1)))))
+            programs.append(program)
         found.append(programs)
     return found
+
+
+def _rank_folder(rank: int, digits: int) -> str:
+    """The folder of a rank's output. Zeros make the order of names that of the ranks.
+
+    >>> _rank_folder(3, 2)
+    'rank.03'
+    """
+    return f"rank.{rank:0{digits}d}"
 
 
 def _horovod_variables(slots: Sequence[int], host: int, rank: int, local: int) -> dict[str, str]:
@@ -184,7 +202,10 @@ def newcomer_program(program: Program, member: int) -> Program:
     horovod = _horovod_variables([1], 0, 0, 0) if "HOROVOD_RANK" in program.variables else {}
     own = {MEMBER_VARIABLE: str(member), JOIN_VARIABLE: "1", LOCAL_RANK_VARIABLE: local, "SYNCLINE_PROGRAM": name}
     variables = {**program.variables, **alone, **horovod, **own}
-    return replace(program, name=name, rank=member, prefix=f"[{member}] ", variables=variables)
+    output = program.output
+    if output:
+        output = str(Path(output).with_name(_rank_folder(member, len(output.rpartition(".")[2]))))
+    return replace(program, name=name, rank=member, prefix=f"[{member}] ", variables=variables, output=output)
 
 
 def server_programs(

@@ -94,6 +94,8 @@ class Job:
     """With `discovery`: seconds that the job waits for more hosts, and that a worker has to leave."""
     folder: Path | None = None
     """The folder of an elastic job, for its `job.json`. The caller has locked it."""
+    output: Path | None = None
+    """A folder to which the output of the ranks is written too, on the host of each rank. Not with mpiexec or srun."""
 
     @property
     def silence_limit(self) -> str | None:
@@ -217,7 +219,7 @@ def run_by_mpiexec(
 def run_by_srun(job: Job, ranks: int) -> int:
     """Run with srun, which this process becomes. It is called inside a Slurm job."""
     # The key is in the environment, which srun forwards: every user of a machine can read command lines.
-    variables = {"SYNCLINE_KEY": network_key(), **role_environment(ranks, handlers=job.handlers)}
+    variables = {"SYNCLINE_KEY": network_key(), **role_environment(ranks, handlers=job.handlers), **job.variables}
     return become_launcher(srun_command(job.target, ranks, os.environ), variables)
 
 
@@ -252,7 +254,15 @@ def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) 
         return mpiexec_programs(hosts, job.target, variables, job.servers, job.server, plain=job.plain_rank is not None)
     parts = [
         server_programs(hosts, job.server, variables, job.servers),
-        rank_programs(hosts, job.target, variables, job.plain_rank, job.horovod, job.elastic is not None),
+        rank_programs(
+            hosts,
+            job.target,
+            variables,
+            job.plain_rank,
+            job.horovod,
+            job.elastic is not None,
+            None if job.output is None else job.output.absolute(),
+        ),
     ]
     if evaluators:
         parts.append(evaluator_programs(hosts, job.target, variables))

@@ -75,7 +75,24 @@ class AllReduce(Strategy):
         return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
     def run_type(self) -> type[StrategyRun]:
-        return _AllReduceRun
+        return AllReduceRun
+
+    def is_stale(self, step: int, total: int | None = None) -> bool:
+        """Whether a step, counted from 0, applies earlier gradients. `total`: the number of steps, for a cool-down.
+
+        >>> [AllReduce(delay=1, warmup=2, cooldown=1, steps=5).is_stale(step) for step in range(5)]
+        [False, False, True, True, False]
+        """
+        if self.delay == 0 or step < self.warmup:
+            return False
+        if not self.cooldown:
+            return True
+        total = self.steps if total is None else total
+        if total is None:
+            raise IncompatibleError(
+                f"{self!r}: cooldown needs to know the number of steps; give steps= or call run.expect()"
+            )
+        return step < total - self.cooldown
 
 
 class _StepGradients(Protocol):
@@ -84,7 +101,9 @@ class _StepGradients(Protocol):
     def install(self) -> None: ...
 
 
-class _AllReduceRun(StrategyRun):
+class AllReduceRun(StrategyRun):
+    """The run of `AllReduce`: averages the gradients of every backward pass."""
+
     strategy: AllReduce
     needs_same_parameters = False
     """False: the codec's residuals and gradients in flight are saved by parameter name."""
@@ -215,7 +234,7 @@ class _AllReduceRun(StrategyRun):
 
     def _finish(self, reduction: ReductionPass) -> None:
         """Backward has ended: choose the gradients that the step applies."""
-        stale = self._stale()
+        stale = self.stale()
         self._rounds += 1
         if not stale:
             while self._in_flight:  # the cool-down begins: drop gradients in flight
@@ -238,16 +257,9 @@ class _AllReduceRun(StrategyRun):
         if isinstance(oldest, ReductionPass):
             self._gradients.release(oldest)
 
-    def _stale(self) -> bool:
-        if self._delay == 0 or self._rounds < self.strategy.warmup:
-            return False
-        if self.strategy.cooldown:
-            if self.total_steps is None:
-                raise IncompatibleError(
-                    f"{self.strategy!r}: cooldown needs to know the number of steps; give steps= or call run.expect()"
-                )
-            return self._rounds < self.total_steps - self.strategy.cooldown
-        return True
+    def stale(self) -> bool:
+        """Whether the step whose gradients have just been computed applies earlier ones."""
+        return self.strategy.is_stale(self._rounds, self.total_steps)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Average a closure's loss over the workers, because line searches depend on it."""

@@ -104,8 +104,8 @@ class RunFolder:
         )
 
 
-def make_writable(folder: Path) -> None:
-    """Make a folder for the files of a command. Raises if it cannot be written to.
+def make_writable(folder: Path, option: str = "--out") -> None:
+    """Make a folder for the files of a command. Raises if it cannot be written to. `option` has named it.
 
     >>> make_writable(Path("/dev/null/runs"))
     Traceback (most recent call last):
@@ -118,7 +118,7 @@ def make_writable(folder: Path) -> None:
             pass
     except OSError as error:
         why = error.strerror or str(error)
-        raise SpecError(f"{folder} cannot be written to ({why}): name another folder with --out") from None
+        raise SpecError(f"{folder} cannot be written to ({why}): name another folder with {option}") from None
 
 
 def fresh_name(workload: str) -> str:

@@ -11,6 +11,23 @@ from tests.launch.runs import Runs
 from tests.launching import ROOT, finish, start, torch_variables
 
 EXAMPLES = ROOT / "examples"
+NAMES = """
+import horovod
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
+from horovod.torch.compression import Compression
+from horovod.torch.elastic import TorchState
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import ObjectState
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import allreduce_async_, rank, size
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
+
+assert horovod.__version__ == "0.28.1" and horovod.torch is hvd and hvd.elastic.TorchState is TorchState
+assert os.environ["HOROVOD_SIZE"] == "2"
+"""
+"""Other imports of Horovod's scripts."""
 
 
 def alone(script: str, *arguments: str) -> str:
@@ -82,8 +99,11 @@ def test_a_sparse_embedding_on_one_worker() -> None:
 
 
 def test_a_gan_by_horovodruns_words(runs: Runs) -> None:
-    script = str(EXAMPLES / "horovod_gan.py")
-    run = runs.run("horovodrun", "-np", "2", "-H", "localhost:2", "python", script)
+    text = (EXAMPLES / "horovod_gan.py").read_text()
+    ours, theirs = "import syncline.compat.horovod.torch as hvd", "import horovod.torch as hvd"
+    assert ours in text
+    script = runs.script(text.replace(ours, f"{theirs}\n{NAMES}"))  # as Horovod's own users have it
+    run = runs.run("horovodrun", "--alias", "-np", "2", "-H", "localhost:2", "python", script)
     assert run.code == 0, run.describe()
     first, last = numbers(run.out.strip(), r"workers: 2; distance ([\d.]+) to ([\d.]+); weights the same")
     assert last < 0.3 * first

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -33,6 +33,7 @@ from syncline.compat.horovod.messages import TensorInfo
 from syncline.compat.horovod.objects import broadcast_object
 from syncline.compat.horovod.ops import allreduce_async_, check_adasum, synchronize
 from syncline.compat.horovod.pending import CollectiveCounter
+from syncline.compat.parameter_module import ParameterModule
 from syncline.errors import IncompatibleError, PeerLostError, SynclineError
 from syncline.reduction import (
     Communicator,
@@ -414,18 +415,6 @@ class GradientSync(OptimizerSync):
             dims = self._sparse_dims.get(id(parameter))
             if dims is not None and parameter.grad is not None and parameter.grad.layout == torch.strided:
                 parameter.grad = parameter.grad.to_sparse(dims)
-
-
-class ParameterModule(nn.Module):
-    """A module that holds the parameters of an optimizer, under the names of the script.
-
-    >>> [name for name, _ in ParameterModule({"body.weight": Parameter(torch.ones(1))}).named_parameters()]
-    ['body.weight']
-    """
-
-    def __init__(self, named: Mapping[str, Parameter]) -> None:
-        super().__init__()
-        self._parameters.update(named)  # register_parameter refuses names with a dot
 
 
 def _describe(parameter: Tensor) -> str:

@@ -1,0 +1,1 @@
+"""`horovod.common` for scripts that import from it."""

@@ -1,0 +1,3 @@
+"""`horovod.torch` for scripts that import it by this name."""
+
+from syncline.compat.horovod.torch import *  # noqa: F403

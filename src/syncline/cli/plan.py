@@ -120,7 +120,7 @@ def _measured_placement(arguments: argparse.Namespace) -> Placement | None:
     given = [f"--{name}" for name in ways if getattr(arguments, name) is not None]
     if not given:
         raise SpecError(
-            'on which cluster? Give --cluster "16 hosts x 8 a100, 100gbit", --machine with a measurement, or measure it: '
+            'on which cluster? Give --cluster "16 hosts x 8 a100, 100gbit", --machine with a measurement, or measure: '
             "--measure here, --hosts a:2,b:2 or --lab 4@100mbit: one of them"
         )
     if len(given) > 1:

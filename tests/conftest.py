@@ -87,6 +87,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After the last test of a file, collect garbage and freeze what is left, such as modules that tests have imported.
+
+    Otherwise the collector, and `sl.distribute` in its search for schedulers, visit millions of objects of other files.
+    """
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_configure() -> None:
     """Restore default signal handlers: background jobs ignore SIGINT, nohup ignores SIGHUP, and children inherit it."""
     if threading.current_thread() is threading.main_thread():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from syncline.testing import Pool
+from tests.codecs.compiling import compile_kernels
 from tests.launch.runs import Runs
 
 STARTING_PROCESSES = {"runs", "gloo", "zeromq", "mpi", "lab", "launch", "killed", "browser", "baselines", "race"}
@@ -24,6 +25,7 @@ LONG_S = 60.0
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[Pool]:
     """Nine processes joined by gloo. Tests that use it share one xdist worker: `pytest.mark.xdist_group("gloo")`."""
+    compile_kernels()
     with Pool(9) as pool:
         yield pool
 

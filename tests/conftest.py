@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from syncline.testing import Pool
+from tests.codecs.compiling import compile_kernels
 from tests.launch.runs import Runs
 
 STARTING_PROCESSES = {"runs", "gloo", "zeromq", "mpi", "lab", "launch", "killed", "browser", "baselines", "race"}
@@ -24,6 +25,7 @@ LONG_S = 60.0
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[Pool]:
     """Nine processes joined by gloo. Tests that use it share one xdist worker: `pytest.mark.xdist_group("gloo")`."""
+    compile_kernels()
     with Pool(9) as pool:
         yield pool
 
@@ -85,6 +87,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze collected modules and tests, so that the garbage collector skips them."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After the last test of a file, collect garbage and freeze what is left, such as modules that tests have imported.
+
+    Otherwise the collector, and `sl.distribute` in its search for schedulers, visit millions of objects of other files.
+    """
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_configure() -> None:

@@ -124,19 +124,20 @@ def test_a_step_that_no_worker_can_push_is_closed() -> None:
 
 
 def test_kept_pushes_of_one_worker_are_bounded() -> None:
-    space = synchronous()
-    most = MAX_KEPT_SHARDS * MIN_SHARD_BYTES // (4 * 8)
+    numel = MIN_SHARD_BYTES // 8  # half of the size from which the limit grows with the shard
+    space = synchronous(numel=numel)
+    most = MAX_KEPT_SHARDS * MIN_SHARD_BYTES // (4 * numel)
     for _ in range(most):
-        space.push(0, 0, push(torch.ones(8)))
+        space.push(0, 0, push(torch.ones(numel)))
     with pytest.raises(ProtocolError, match="wait for their steps to close"):
-        space.push(0, 0, push(torch.ones(8)))
-    space.push(1, 0, push(torch.ones(8)))  # others may
+        space.push(0, 0, push(torch.ones(numel)))
+    space.push(1, 0, push(torch.ones(numel)))  # others may
     with pytest.raises(ProtocolError, match="and step 0 is open"):
-        space.push(1, MAX_STEPS_AHEAD + 1, push(torch.ones(8)))
+        space.push(1, MAX_STEPS_AHEAD + 1, push(torch.ones(numel)))
     for worker in (0, 1):
         space.tick(worker, 0)
     assert space.weights[0] == most + 1
-    space.push(0, 1, push(torch.ones(8)))  # there is room again
+    space.push(0, 1, push(torch.ones(numel)))  # there is room again
 
 
 def test_clocks_of_a_checkpoint_are_set() -> None:

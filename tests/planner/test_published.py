@@ -180,9 +180,9 @@ def test_pipedream_chooses_data_parallelism_for_a_described_resnet_50() -> None:
     hybrid = pipedream(vgg, 16, rate, overlap=True)
     assert hybrid.replicas == (15, 1)
     assert hybrid.cuts == ("fc6",)
-    # By the published code's formula a pipeline gains at most 14 % with ResNet-50, and 2.8 to 3.3 times with VGG-16.
+    # By the published code, a pipeline gains at most 12 % with ResNet-50, and 2.8 to 3.2 times with VGG-16.
     for machines in (4, 8, 16):
-        assert gain(pipedream(resnet, machines, rate, overlap=False)) < 1.14
+        assert gain(pipedream(resnet, machines, rate, overlap=False)) < 1.13
         assert gain(pipedream(vgg, machines, rate, overlap=False)) > 2.8
 
 

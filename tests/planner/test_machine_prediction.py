@@ -115,5 +115,5 @@ def test_measuring_first_gives_the_plans_of_the_measurement(
     assert "allreduce on 4, micro-batch 8, onebit" in capsys.readouterr().out
     assert not written[0].exists()
     monkeypatch.setattr(Placement, "run", lambda *_, **__: 3)
-    assert main(["plan", profile, *words, "--batch", "32", "--codec", "onebit"]) == 1
+    assert main(["plan", profile, *words, "--batch", "32", "--codec", "onebit"]) == 2
     assert "ended with exit code 3" in capsys.readouterr().err

@@ -120,8 +120,8 @@ def _measured_placement(arguments: argparse.Namespace) -> Placement | None:
     given = [f"--{name}" for name in ways if getattr(arguments, name) is not None]
     if not given:
         raise SpecError(
-            'on which cluster? Give --cluster "16 hosts x 8 a100, 100gbit", --machine with a measurement, or measure: '
-            "--measure here, --hosts a:2,b:2 or --lab 4@100mbit: one of them"
+            'on which cluster? Give one of them: --cluster "16 hosts x 8 a100, 100gbit", --machine with a measurement, '
+            "or to measure now --measure here, --hosts a:2,b:2 or --lab 4@100mbit"
         )
     if len(given) > 1:
         raise IncompatibleError(f"{' and '.join(given)} name different clusters: give one of them")

@@ -40,7 +40,7 @@ from syncline.planner.quantities import format_duration
 from syncline.planner.search import INDISTINCT
 from syncline.reduction import check_same_in, codec_seconds
 from syncline.strategies import AutoCandidate, AutoStrategy
-from syncline.world import Group, allgather, allreduce, broadcast_object
+from syncline.world import Group, allgather, allreduce, barrier, broadcast_object
 
 __all__ = ["StrategyChoice", "choose_strategy", "measure_gradients"]
 
@@ -50,7 +50,7 @@ WARM_UP_STEPS = 2
 MIN_STEPS, MAX_STEPS = 3, 15
 """Steps that are timed."""
 TIMED_S = 1.0
-"""Seconds after which no more than `MIN_STEPS` steps are timed."""
+"""Seconds that these steps take together, about."""
 MIN_STEP_S = 1e-9
 """On the simulator a step may take no time."""
 CALLS = 21
@@ -212,9 +212,12 @@ def _profile(group: Group, model: nn.Module, auto: AutoStrategy) -> ModelProfile
         return measured.layers
     if auto.step is None:
         return None
-    own = measure_gradients(model, auto.step, group.world.runtime.now)
-    slowest = float(allgather(torch.tensor([own.seconds], dtype=torch.float64), group=group).max())
-    scale = slowest / own.seconds
+
+    def slowest(seconds: float) -> float:
+        return float(allgather(torch.tensor([seconds], dtype=torch.float64), group=group).max())
+
+    own = measure_gradients(model, auto.step, group.world.runtime.now, lambda: barrier(group=group), slowest)
+    scale = slowest(own.seconds) / own.seconds
     layers = tuple(
         LayerCost(
             name=each.name,
@@ -228,11 +231,20 @@ def _profile(group: Group, model: nn.Module, auto: AutoStrategy) -> ModelProfile
     return ModelProfile(layers=layers, batch_size=own.batch_size, model=own.model)
 
 
-def measure_gradients(model: nn.Module, step: Callable[[], Any], now: Callable[[], float]) -> ModelProfile:
+def measure_gradients(
+    model: nn.Module,
+    step: Callable[[], Any],
+    now: Callable[[], float],
+    begin_together: Callable[[], None] = lambda: None,
+    slowest: Callable[[float], float] = lambda seconds: seconds,
+) -> ModelProfile:
     """Time `step`, which computes forward and backward. Each parameter becomes a layer.
 
     The backward of a layer ends when the gradient is ready. What `step` does before the first gradient and after the
     last one counts as forward. The model, its gradients and the random generators stay as they are.
+
+    Several workers pass `begin_together`, a barrier, and `slowest`, the maximum over the workers. They begin each step
+    together, as in training: where they share processors, one that has ended leaves its processor to the others.
 
     Raises:
         SpecError: if no parameter gets a gradient.
@@ -253,18 +265,17 @@ def measure_gradients(model: nn.Module, step: Callable[[], Any], now: Callable[[
     try:
         with restoring_state(model), torch.enable_grad():
             model.train()
-            began = now()
-            while len(runs) < WARM_UP_STEPS + MIN_STEPS or (
-                len(runs) < WARM_UP_STEPS + MAX_STEPS and now() - began < TIMED_S
-            ):
+            count = WARM_UP_STEPS + MIN_STEPS
+            while len(runs) < count:
                 for each in trained.values():
                     each.grad = None
                 ready.clear()
+                begin_together()
                 start = clock()
                 step()
                 runs.append((clock() - start, {name: at - start for name, at in ready.items()}))
-                if now() == began and len(runs) >= WARM_UP_STEPS + MIN_STEPS:  # computing takes no virtual time
-                    break
+                if len(runs) == WARM_UP_STEPS and (typical := slowest(runs[-1][0])) > 0:
+                    count = WARM_UP_STEPS + max(MIN_STEPS, min(MAX_STEPS, int(TIMED_S / typical)))
     finally:
         for hook in hooks:
             hook.remove()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.bench.race.plan import PlannedRun, RaceEntry, RacePlace, RacePlan
+from syncline.bench.race.predict import predict_race
 from syncline.bench.race.registry import digest_files, link, sha256
 from syncline.bench.race.runner import RaceRunner, RunResult, SimulatedRunner, start_race
 from syncline.training.system import code_digest, code_version
@@ -54,7 +55,8 @@ class Silent:
 def make_race(folder: Path, **changes: Any) -> Path:
     """Run a race in this folder; `changes` are to the plan."""
     plan = replace(PLAN, **changes)
-    start_race(folder, plan, build(plan.workload))
+    workload = build(plan.workload)
+    start_race(folder, plan, workload, predict_race(plan, workload, network=NETWORK))
     assert RaceRunner(folder, SimulatedRunner(NETWORK), Silent()).run()
     return folder
 

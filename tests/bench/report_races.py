@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.bench.race.plan import RaceEntry, RacePlace, RacePlan
+from syncline.bench.race.predictions import RacePredictions
 from syncline.bench.race.registry import RunRegistry, digest_files, sha256
 from syncline.bench.report import Analysis, analyse
 from syncline.bench.runlog import read_race
@@ -105,7 +106,13 @@ def seeds(entry: str, everies: Sequence[float] = (2.0, 2.0, 2.0), **changes: Any
     return [Hand(entry, seed, every=every, **changes) for seed, every in enumerate(everies, 1)]
 
 
-def write_race(folder: Path, runs: Sequence[Hand], entries: Sequence[RaceEntry] = (), **changes: Any) -> Path:
+def write_race(
+    folder: Path,
+    runs: Sequence[Hand],
+    entries: Sequence[RaceEntry] = (),
+    predictions: RacePredictions | None = None,
+    **changes: Any,
+) -> Path:
     """Write a whole race; entries that are not given are made from the runs' names."""
     known = {entry.name for entry in entries}
     made = [*entries, *(RaceEntry(name=name) for name in dict.fromkeys(run.entry for run in runs) if name not in known)]
@@ -114,7 +121,11 @@ def write_race(folder: Path, runs: Sequence[Hand], entries: Sequence[RaceEntry] 
     (folder / "race.json").write_text(plan.as_json())
     (folder / "system.json").write_text(json.dumps({"versions": {"torch": "2.13"}, "machine": {"cores": 2}}))
     registry = RunRegistry(folder / "registry.jsonl")
-    registry.append("planned", plan_sha256=sha256(folder / "race.json"))
+    sums = {"plan_sha256": sha256(folder / "race.json")}
+    if predictions is not None:
+        (folder / "predictions.json").write_text(predictions.as_json())
+        sums["predictions_sha256"] = sha256(folder / "predictions.json")
+    registry.append("planned", **sums)
     for run in runs:
         place = folder / run.folder
         place.mkdir(parents=True)

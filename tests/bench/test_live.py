@@ -201,6 +201,8 @@ def test_a_training_is_followed(run: GrowingRun) -> None:
     assert detail["speeds"]["bytes"] == [2e6]
     assert detail["heat"]["rows"] == [[0.3], [0.0]]
     assert detail["straggler"] == {"rank": 1, "times": 4.0}
+    (limit,) = detail["limits"]
+    assert "a straggler limits it: all wait for rank 1, 4 times as slow: 300 ms of 400 ms a step (75%)" in limit
     run.evaluation(200, 0.95)
     run.evaluation(300, 0.8)
     run.stop(stopped_by="target", step=300)

@@ -3,6 +3,7 @@
 ```text
 runs/race-digits-20261115-101500/
   race.json          the plan, fixed before the first run
+  predictions.json   the step of each entry, predicted before the first run
   registry.jsonl     the start and end of every run, in a chain of hashes
   system.json        the machine
   splits/            a digest of every sample, by split
@@ -29,6 +30,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from syncline.bench.race.plan import PlannedRun, RaceEntry, RacePlan
+from syncline.bench.race.predictions import RacePredictions
 from syncline.bench.race.registry import RUN_FILES, read_registry, sha256
 from syncline.errors import ProtocolError, SpecError, SynclineError
 
@@ -36,6 +38,7 @@ __all__ = [
     "CONFIG",
     "LOG",
     "PLAN",
+    "PREDICTIONS",
     "REGISTRY",
     "SYSTEM",
     "LogTail",
@@ -52,6 +55,7 @@ __all__ = [
 ]
 
 PLAN, REGISTRY, SYSTEM, LOG, CONFIG = "race.json", "registry.jsonl", "system.json", "log.jsonl", "config.json"
+PREDICTIONS = "predictions.json"
 
 CHUNK_BYTES = 1 << 20
 """The live page reads a long log in chunks of this size, so that each request is answered soon."""
@@ -163,6 +167,10 @@ class LoggedEvaluation:
     split: str
     count: int
     consensus: float | None = None
+    communication: float | None = None
+    """Seconds in which a reduction was under way, hidden or not. None in logs of earlier versions."""
+    update: float | None = None
+    """Seconds of the optimizer, without waiting."""
 
 
 @dataclass
@@ -317,6 +325,8 @@ class RaceRecord:
     runs: list[RunRecord]
     system: dict[str, Any]
     problems: list[str]
+    predictions: RacePredictions | None = None
+    """Made before the first run; None in races of earlier versions."""
 
     def of(self, entry: str, kind: str = "race") -> list[RunRecord]:
         """The runs of an entry that count, in the order in which they started."""
@@ -386,6 +396,7 @@ def _read_race(path: Path) -> RaceRecord:
     planned = next((line for line in lines if line.get("event") == "planned"), None)
     if planned is not None and planned.get("plan_sha256") != sha256(path / PLAN):
         problems.append(f"{PLAN} was changed after the race began")
+    predictions = _read_predictions(path, planned or {}, problems)
     runs: dict[str, RunRecord] = {}
     for line in lines:
         apply_registry_line(runs, line)
@@ -400,7 +411,23 @@ def _read_race(path: Path) -> RaceRecord:
     problems += [f"{name} is not in the registry" for name in names if name not in runs]
     system = read_document(path / SYSTEM, problems)
     problems += runs_with_other_code(plan, list(runs.values()))
-    return RaceRecord(path, plan, lines, list(runs.values()), system, problems)
+    return RaceRecord(path, plan, lines, list(runs.values()), system, problems, predictions)
+
+
+def _read_predictions(path: Path, planned: Mapping[str, Any], problems: list[str]) -> RacePredictions | None:
+    """The predictions that were made before the race began. Others are not shown."""
+    digest, file = planned.get("predictions_sha256"), path / PREDICTIONS
+    if digest is None:
+        if file.exists():
+            problems.append(f"{PREDICTIONS} was not there when the race began, so it is not shown")
+        return None
+    if not file.exists():
+        problems.append(f"{PREDICTIONS} is missing")
+        return None
+    if digest != sha256(file):
+        problems.append(f"{PREDICTIONS} was changed after the race began, so it is not shown")
+        return None
+    return RacePredictions.from_json(file.read_text(encoding="utf-8"), str(file))
 
 
 def read_run(path: Path, **facts: Any) -> RunRecord:

@@ -42,6 +42,7 @@ from syncline.training.system import code_digest, code_version
 
 if TYPE_CHECKING:
     from syncline.bench.race.entries import RaceEntries
+    from syncline.bench.race.predictions import RacePredictions
     from syncline.bench.race.runner import TrainingRunner
     from syncline.workloads.base import Workload
 
@@ -96,6 +97,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--seconds-a-sample", type=float, help="computation of a simulated worker; default: measured here"
     )
+    where.add_argument(
+        "--machine", metavar="machine.json", help="for predictions of steps: what syncline bench machine measured here"
+    )
     files = parser.add_argument_group("files")
     files.add_argument("--out", type=Path, metavar="FOLDER", help="the race's folder; default runs/race-WORKLOAD-time")
     files.add_argument("--resume", type=Path, metavar="FOLDER", help="continue the race in that folder")
@@ -114,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"{folder}: {len(race.remaining())} runs left")
     else:
         folder, plan, workload = _new(arguments)
-        start_race(folder, plan, workload)
+        start_race(folder, plan, workload, _predict(arguments, plan, workload))
         race = read_race(folder)
         _announce(plan, folder, workload)
     complete = False
@@ -126,6 +130,23 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         _say(f"stopped: {error}")
     return _conclude(folder, complete)
+
+
+def _predict(arguments: argparse.Namespace, plan: RacePlan, workload: Workload) -> RacePredictions:
+    """The step of each entry, from what is known before the race."""
+    from syncline.bench.race.predict import predict_race
+    from syncline.bench.race.runner import parse_network
+    from syncline.planner.machine import MachineMeasurement
+
+    if plan.place.kind == "simulated":
+        return predict_race(plan, workload, network=parse_network(plan.place.detail))
+    machine = None if arguments.machine is None else MachineMeasurement.read(arguments.machine)
+    if machine is not None and machine.workers != plan.workers:
+        raise SpecError(
+            f"--machine {arguments.machine} was measured with {machine.workers} workers, and the race has "
+            f"{plan.workers}: measure again with syncline bench machine -n {plan.workers}"
+        )
+    return predict_race(plan, workload, machine=machine)
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
@@ -175,6 +196,8 @@ def _new(arguments: argparse.Namespace) -> tuple[Path, RacePlan, Workload]:
         raise SpecError("name a workload: syncline race digits -n 4, or a file of your own, or --resume FOLDER")
     if arguments.lab and arguments.simulate:
         raise IncompatibleError("--lab and --simulate exclude each other; leave one out")
+    if arguments.machine and arguments.simulate:
+        raise IncompatibleError("--machine describes real workers, and --simulate has none; leave one out")
     if arguments.ranks < 1:
         raise SpecError(f"-n {arguments.ranks}: a race needs at least one worker")
     if arguments.tune_epochs is not None and not arguments.tune:

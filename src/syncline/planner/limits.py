@@ -26,7 +26,22 @@ from syncline.planner.plans import SERVED, TrainingPlan
 from syncline.planner.prediction import PredictedStep, StepPredictor
 from syncline.planner.quantities import format_duration, format_size
 
-__all__ = ["Limit", "codec_sentence", "compute_limit", "find_limit", "find_limits", "limit_of"]
+__all__ = [
+    "MIN_SHARE",
+    "Limit",
+    "bubble_cause",
+    "codec_sentence",
+    "communication_cause",
+    "compute_limit",
+    "find_limit",
+    "find_limits",
+    "input_cause",
+    "limit_of",
+    "optimizer_cause",
+    "server_cause",
+    "skinny_cause",
+    "straggler_cause",
+]
 
 SKINNY_SHARE = 0.6
 """Matrix products below this share of what large ones reach are called skinny."""
@@ -121,34 +136,70 @@ def _described(predictor: StepPredictor, prediction: PredictedStep, kind: str) -
             name = max(("reduction", "tensor", "transfer"), key=lambda each: parts[each])
             stride, size = (plan.tensor, plan.data) if name == "reduction" else (1, plan.tensor)
             level = cluster.group(size, stride=stride).slowest if name != "transfer" else cluster.levels[-1].name
-            what = {
-                "reduction": "the exchange of gradients",
-                "tensor": "the all-reduces of tensor teams",
-                "transfer": "transfers between stages",
-            }
-            return f"communication limits it, most of it {what[name]} over the {level}"
+            return communication_cause(name, level)
         case "skinny matrix products":
             share = prediction.matrix_share or 0.0
-            return (
-                f"skinny matrix products limit it: with {plan.micro_batch} {predictor.costs.unit} at a time they reach "
-                f"{share:.0%} of the peak, large ones {cluster.device.matrix_efficiency:.0%}; it loses"
-            )
+            reached = f"they reach {share:.0%} of the peak, large ones {cluster.device.matrix_efficiency:.0%}"
+            return skinny_cause(f"{plan.micro_batch} {predictor.costs.unit}", reached)
         case "input":
-            return f"the input limits it: storage delivers {format_size(cluster.storage_bytes_per_s or 0)}/s to a host"
+            return input_cause(f"storage delivers {format_size(cluster.storage_bytes_per_s or 0)}/s to a host")
         case "bubble":
-            return (
-                f"the pipeline's bubble limits it, with {plan.micro_batches} micro-batches for {plan.pipeline} stages"
-            )
+            return bubble_cause(plan.micro_batches, plan.pipeline)
         case "memory":
             return f"memory limits it: {plan.recomputation} recomputation is needed to fit {cluster.device.name}"
         case "straggler":
-            rank = max(cluster.slow, key=lambda each: cluster.slow[each]) if cluster.slow else None
-            who = "noise of the ranks" if rank is None else f"rank {rank}, {cluster.slow[rank]:g} times as slow"
-            return f"a straggler limits it: all wait for {who}" if rank is not None else f"stragglers limit it: {who}"
+            if not cluster.slow:
+                return "stragglers limit it: noise of the ranks"
+            rank = max(cluster.slow, key=lambda each: cluster.slow[each])
+            return straggler_cause(rank, cluster.slow[rank])
         case "server":
-            return f"the parameter servers limit it ({plan.servers or cluster.hosts} servers)"
+            return server_cause(plan.servers or cluster.hosts)
         case _:
-            return f"the optimizer limits it: {plan.optimizer} reads and writes {_update_size(predictor, plan)}"
+            return optimizer_cause(f"{plan.optimizer} reads and writes {_update_size(predictor, plan)}")
+
+
+# The words for the causes, of predicted and of measured steps.
+
+EXCHANGES = {
+    "reduction": "the exchange of gradients",
+    "tensor": "the all-reduces of tensor teams",
+    "transfer": "transfers between stages",
+}
+
+
+def communication_cause(part: str, level: str) -> str:
+    """`part` is the kind of seconds that most of it belongs to, and `level` the level of the network."""
+    return f"communication limits it, most of it {EXCHANGES[part]} over the {level}"
+
+
+def skinny_cause(amount: str, reached: str) -> str:
+    """`amount` is what is computed at a time, and `reached` compares its speed with that of large amounts."""
+    return f"skinny matrix products limit it: with {amount} at a time {reached}; it loses"
+
+
+def input_cause(rate: str) -> str:
+    """`rate` says what delivers how much."""
+    return f"the input limits it: {rate}"
+
+
+def bubble_cause(micro_batches: int, stages: int) -> str:
+    """Of a pipeline."""
+    return f"the pipeline's bubble limits it, with {micro_batches} micro-batches for {stages} stages"
+
+
+def straggler_cause(rank: int, times: float) -> str:
+    """`times` is how many times as long the rank computes."""
+    return f"a straggler limits it: all wait for rank {rank}, {times:.3g} times as slow"
+
+
+def server_cause(servers: int) -> str:
+    """Of strategies with parameter servers."""
+    return f"the parameter servers limit it ({servers} server{'s' * (servers != 1)})"
+
+
+def optimizer_cause(work: str) -> str:
+    """`work` says what the update does."""
+    return f"the optimizer limits it: {work}"
 
 
 def _update_size(predictor: StepPredictor, plan: TrainingPlan) -> str:

@@ -188,6 +188,10 @@ class ParameterServerRun(AsynchronousRun):
             self.raise_if_job_has_ended()
             raise
 
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**super().config, "servers": len(self.client.network.servers)}
+
     # What strategies override.
 
     has_tree = False

@@ -47,7 +47,16 @@ from syncline.training.pipeline_run import PipelineRun
 from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, duration
 from syncline.training.records import RunLogWriter, describe_run, summarize
 from syncline.training.run_folder import RunFolder, checkpoints_in
-from syncline.training.run_state import DATA, PIPELINE_STEP, LoopState, Outcome, StopReason, TrainingClock, phases
+from syncline.training.run_state import (
+    DATA,
+    PIPELINE_STEP,
+    UPDATE,
+    LoopState,
+    Outcome,
+    StopReason,
+    TrainingClock,
+    phases,
+)
 from syncline.training.settings import Settings
 from syncline.training.stragglers import ComputePacer, Slow, check_slow
 from syncline.training.system import describe_world
@@ -202,6 +211,8 @@ class Trainer:
         self.first_step = 0
         """The step with which this attempt started."""
         self.saved_step = -1
+        self.waited_in_updates = 0.0
+        """Seconds of communication and codecs inside the updates."""
         self.predicted: dict[str, float] | None = None
         self.pacer: ComputePacer | None = None
 
@@ -290,8 +301,10 @@ class Trainer:
             parts.append(part.detach())
         if run.wants_loss:
             run.note_loss(sum(parts[1:], parts[0]))
-        with span("sl_update_seconds", lane="compute", what="update"):
+        waited = run.stats.exposed_seconds + run.stats.codec_before_seconds
+        with span(UPDATE, lane="compute", what="update"):
             run.optimizer.step()
+        self.waited_in_updates += run.stats.exposed_seconds + run.stats.codec_before_seconds - waited
         return loss.detach()
 
     def _count_step(self) -> int:
@@ -357,6 +370,8 @@ class Trainer:
             "staleness": staleness,
             "consensus": stats.consensus,
             "phases": phases(self.events.totals, stats),
+            "communication": stats.comm_seconds,
+            "update": max(0.0, self.events.totals.get(UPDATE, 0.0) - self.waited_in_updates),
         }
         self.log.log_evaluation(measures, epoch, step, costs)
         self.state.record(value, elapsed, target is not None and self.workload.reached(value, target))

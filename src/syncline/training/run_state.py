@@ -15,6 +15,7 @@ __all__ = [
     "EVALUATION",
     "PHASES",
     "PIPELINE_STEP",
+    "UPDATE",
     "LoopState",
     "Outcome",
     "StopReason",

@@ -58,6 +58,7 @@ class Feed(ABC):
             "speeds": run.speeds.columns(),
             "heat": run.heat.document(kind),
             "straggler": run.heat.straggler(),
+            "limits": run.limits(),
             "experts": run.experts,
         }
 

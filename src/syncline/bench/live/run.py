@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from syncline.bench.runlog import CONFIG, LOG, LogTail, read_document
+from syncline.bench.step_measurements import measure_step
+from syncline.planner.measured_limits import measured_limits
 
 __all__ = ["HeatMap", "RunFeed", "Series", "rounded"]
 
@@ -188,15 +190,25 @@ class HeatMap:
         edges = [self._columns[0].start, *(column.stop for column in self._columns)] if self._columns else []
         return {"kind": kind, "edges": edges, "ranks": self.ranks, "together": together, "rows": rows}
 
+    def means(self) -> dict[str, list[float]]:
+        """The mean seconds of each rank by kind. Empty without data."""
+        weights = [max(1, column.stop - column.start) for column in self._columns]
+        if not weights:
+            return {}
+        pairs = list(zip(self._columns, weights, strict=True))
+        return {
+            kind: [
+                sum(column.kinds[kind][rank] * weight for column, weight in pairs) / sum(weights)
+                for rank in range(self.ranks)
+            ]
+            for kind in HEAT_KINDS
+        }
+
     def straggler(self) -> dict[str, float] | None:
         """The rank with the longest computation, if it is well above the median."""
         if self.ranks < 2 or not self._columns:
             return None
-        weights = [max(1, column.stop - column.start) for column in self._columns]
-        spent = [
-            sum(column.kinds["compute"][rank] * weight for column, weight in zip(self._columns, weights, strict=True))
-            for rank in range(self.ranks)
-        ]
+        spent = self.means()["compute"]
         slowest = max(range(self.ranks), key=lambda rank: spent[rank])
         median = statistics.median_low(spent)
         if median <= 0 or spent[slowest] < STRAGGLER_RATIO * median:
@@ -222,6 +234,8 @@ class RunFeed:
         self.curve = Series("step", "elapsed", "epochs", "bytes", "metric")
         self.speeds = Series("step", "elapsed", *SPEEDS.values())
         self.heat = HeatMap()
+        self.spent: tuple[int, Mapping[str, Any]] | None = None
+        """The steps of this attempt and the phases at its latest evaluation, or at the latest `sl_ranks` before it."""
         self.experts: list[dict[str, Any]] = []
         """The latest `expert_load` of each layer of experts."""
         self.step = 0
@@ -339,11 +353,14 @@ class RunFeed:
         self.best = None if not metrics else max(metrics) if self.higher_is_better else min(metrics)
         if self.hit is not None and self.hit["step"] > at:
             self.hit = None
+        self.spent = None
         return True
 
     def _add_evaluation(self, value: Any) -> bool:
         if not isinstance(value, dict) or "metric" not in value:
             return False
+        if isinstance(value.get("phases"), dict) and self.step > self.first_step:
+            self.spent = self.step - self.first_step, value
         metric, elapsed = rounded(value["metric"]), rounded(value.get("elapsed"))
         self.curve.add([self.step, elapsed, rounded(value.get("epochs")), rounded(value.get("bytes_wire"), 9), metric])
         if metric is None:
@@ -354,6 +371,17 @@ class RunFeed:
         if self.hit is None and target is not None and elapsed is not None and better(metric, target) == metric:
             self.hit = {"step": self.step, "elapsed": elapsed}
         return True
+
+    def limits(self) -> list[str]:
+        """What limits the mean step so far, as sentences; the largest first."""
+        means = self.heat.means()
+        spent = self.spent
+        if spent is None and means:
+            spent = 1, {"phases": {kind: seconds[0] for kind, seconds in means.items()}}
+        if spent is None:
+            return []
+        measured = measure_step(self.config, spent[1], spent[0], means.get("compute", ()))
+        return [] if measured is None else [limit.sentence for limit in measured_limits(measured)]
 
     def _add_speed(self, column: str, value: Any) -> None:
         row: Row = [None] * len(self.speeds.names)

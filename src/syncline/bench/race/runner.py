@@ -16,9 +16,10 @@ import torch
 
 from syncline.bench.race.entries import build_race_strategy
 from syncline.bench.race.plan import PlannedRun, RacePlan
+from syncline.bench.race.predictions import RacePredictions
 from syncline.bench.race.registry import RunRegistry, digest_files, lock_registry, sha256, write_splits
 from syncline.bench.race.worker import run_worker
-from syncline.bench.runlog import PLAN, REGISTRY, SYSTEM, read_race
+from syncline.bench.runlog import PLAN, PREDICTIONS, REGISTRY, SYSTEM, read_race
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.launch.lab import Lab
 from syncline.launch.link_rate import parse_rate
@@ -162,8 +163,11 @@ class RaceObserver(Protocol):
     def ended(self, run: PlannedRun, result: RunResult, seconds: float) -> None: ...
 
 
-def start_race(folder: Path, plan: RacePlan, workload: Workload) -> None:
-    """Write the plan and the digests of the samples, before anything runs. A lock keeps other processes out."""
+def start_race(folder: Path, plan: RacePlan, workload: Workload, predictions: RacePredictions | None = None) -> None:
+    """Write the plan, the predictions and the digests of the samples, before anything runs.
+
+    A lock keeps other processes out.
+    """
     place = RunFolder(folder)
     with place.lock():
         if (folder / PLAN).exists():
@@ -174,6 +178,9 @@ def start_race(folder: Path, plan: RacePlan, workload: Workload) -> None:
         place.write("system", {"versions": describe_versions(), "machine": describe_machine()})
         (folder / PLAN).write_text(plan.as_json())
         sums = {"plan_sha256": sha256(folder / PLAN), "splits": splits, "system_sha256": sha256(folder / SYSTEM)}
+        if predictions is not None:
+            (folder / PREDICTIONS).write_text(predictions.as_json(), encoding="utf-8")
+            sums["predictions_sha256"] = sha256(folder / PREDICTIONS)
         RunRegistry(folder / REGISTRY).append("planned", **sums)
 
 

@@ -24,10 +24,23 @@ from typing import Literal
 
 from syncline.bench.measuring import summarize
 from syncline.bench.race.plan import RaceEntry, RacePlan
+from syncline.bench.race.predictions import EntryPrediction, RacePredictions
 from syncline.bench.report.facts import RunFacts, SettingsCount, add_histograms, count_settings, run_facts
 from syncline.bench.runlog import RaceRecord
+from syncline.planner.limits import Limit
+from syncline.planner.measured_limits import measured_limits
 
-__all__ = ["Analysis", "EntryFacts", "ScalingPoint", "Spread", "StepPrediction", "analyse", "paired", "spread"]
+__all__ = [
+    "Analysis",
+    "EntryFacts",
+    "ScalingPoint",
+    "Spread",
+    "StepComparison",
+    "StepPrediction",
+    "analyse",
+    "paired",
+    "spread",
+]
 
 IntervalKind = Literal["order", "student", "range"]
 
@@ -119,6 +132,31 @@ class StepPrediction:
 
 
 @dataclass(frozen=True)
+class StepComparison:
+    """The step of an entry that was predicted before the race, beside the measured one; in seconds."""
+
+    workers: int
+    predicted: EntryPrediction
+    measured: float | None
+    """Median over the seeds; None if no run has ended."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured ÷ predicted."""
+        if self.measured is None or not self.predicted.step_s:
+            return None
+        return self.measured / self.predicted.step_s
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured step lies in the interval of the prediction."""
+        if self.measured is None or self.predicted.interval_s is None:
+            return None
+        low, high = self.predicted.interval_s
+        return low <= self.measured <= high
+
+
+@dataclass(frozen=True)
 class ScalingPoint:
     """An entry on one number of workers."""
 
@@ -170,6 +208,10 @@ class EntryFacts:
     staleness_counts: dict[int, int]
     """Number of reads by staleness, of all its runs."""
     consensus: float | None
+    comparisons: list[StepComparison] = field(default_factory=list)
+    """Predicted and measured steps, one for each number of workers. Empty if the race has no predictions."""
+    limits: list[Limit] = field(default_factory=list)
+    """What limits its step, of the run with the median step; the largest first."""
     scaling: list[ScalingPoint] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -235,7 +277,31 @@ def analyse(race: RaceRecord) -> Analysis:
     )
     base = {} if baseline is None else {run.seed: run.time_to_target for run in analysis.of(baseline.name)}
     analysis.entries = [_entry(entry, analysis, plan, base) for entry in race.entries]
+    for entry in analysis.entries:
+        entry.comparisons = _comparisons(entry.name, analysis, race.predictions)
+        entry.limits = _limits(analysis.of(entry.name), race.predictions)
     return analysis
+
+
+def _limits(runs: Sequence[RunFacts], predictions: RacePredictions | None) -> list[Limit]:
+    """The limits of the run with the median step."""
+    steps = sorted((run.step for run in runs if run.step is not None), key=lambda step: step.seconds)
+    if not steps:
+        return []
+    share = None if predictions is None else predictions.batch_fixed_share
+    return list(measured_limits(replace(steps[(len(steps) - 1) // 2], batch_fixed_share=share)))
+
+
+def _comparisons(name: str, race: Analysis, predictions: RacePredictions | None) -> list[StepComparison]:
+    if predictions is None:
+        return []
+    runs = [*race.of(name), *race.of(name, "scaling")]
+    found = []
+    for each in predictions.entries:
+        if each.entry == name:
+            measured = _median(run.step_seconds for run in runs if run.workers == each.workers)
+            found.append(StepComparison(each.workers, each, measured))
+    return found
 
 
 def _baseline(entries: Sequence[RaceEntry]) -> RaceEntry | None:

@@ -14,7 +14,9 @@ from typing import Any
 from syncline.bench.answer_cache import cache_answers
 from syncline.bench.race.plan import RaceEntry, RacePlan
 from syncline.bench.runlog import LoggedEvaluation, RunRecord
+from syncline.bench.step_measurements import measure_step, rank_computation
 from syncline.errors import SynclineError
+from syncline.planner.measured_limits import StepMeasurement
 from syncline.specs import Spec, parse
 
 __all__ = ["RunFacts", "SettingsCount", "add_histograms", "count_settings", "run_facts", "staleness_rows"]
@@ -64,6 +66,8 @@ class RunFacts:
     consensus: float | None = None
     predicted: dict[str, float] = field(default_factory=dict)
     evaluations: list[LoggedEvaluation] = field(default_factory=list)
+    step: StepMeasurement | None = None
+    """The mean step until the last evaluation."""
     problem: str | None = None
 
     @property
@@ -104,7 +108,7 @@ def run_facts(run: RunRecord, plan: RacePlan) -> RunFacts:
         facts.time_to_target = facts.epochs_to_target = facts.bytes_to_target = math.inf
         facts.status = "failed" if facts.status == "finished" else facts.status
         facts.reason = facts.reason or facts.problem
-        facts.evaluations, facts.phases = [], {}
+        facts.evaluations, facts.phases, facts.step = [], {}, None
     return facts
 
 
@@ -122,6 +126,7 @@ def _read(facts: RunFacts, run: RunRecord, plan: RacePlan) -> None:
         facts.staleness, facts.consensus = last.staleness, last.consensus
         facts.staleness_mean = statistics.fmean(one.staleness for one in evaluations)
     facts.staleness_counts = read_histogram(run.value("sl_staleness_histogram"))
+    facts.step = _measured_step(run, evaluations)
     facts.communication, facts.codec = (_to_float(run.value(f"sl_{what}_seconds")) for what in ("comm", "codec"))
     predicted = run.config.get("predicted")
     facts.predicted = {key: float(value) for key, value in predicted.items()} if isinstance(predicted, dict) else {}
@@ -129,6 +134,15 @@ def _read(facts: RunFacts, run: RunRecord, plan: RacePlan) -> None:
     if hit is not None:
         facts.time_to_target, facts.epochs_to_target = hit.elapsed, hit.epochs
         facts.bytes_to_target, facts.steps_to_target = hit.bytes_wire, hit.step
+
+
+def _measured_step(run: RunRecord, evaluations: Sequence[LoggedEvaluation]) -> StepMeasurement | None:
+    if not evaluations:
+        return None
+    last = evaluations[-1]
+    spent = {"phases": last.phases, "communication": last.communication, "update": last.update}
+    ranks = rank_computation(line.get("value") for line in run.lines("sl_ranks"))
+    return measure_step({"workers": run.workers, **run.config}, spent, last.step, ranks)
 
 
 def _checked(one: LoggedEvaluation) -> LoggedEvaluation:

@@ -355,31 +355,50 @@ def _steps(race: Analysis) -> ReportPlot | None:
 
 
 def _predictions(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
-    """Predicted (hollow) and measured (filled) times."""
-    entries = [entry for entry in race.entries if entry.prediction is not None]
-    if not entries:
+    """Predicted (hollow) and measured (filled) times: of a step, and of its communication."""
+    steps = _predicted_steps(race)
+    communication = {
+        entry.name: (entry.prediction.communication,) * 2 + (entry.prediction.measured_communication,)
+        for entry in race.entries
+        if entry.prediction is not None
+    }
+    panels = {"a whole step, ms": steps, "communication of a step, ms": communication}
+    panels = {label: rows for label, rows in panels.items() if rows}
+    if not panels:
         return None
-    figure, panels = new_figure(1.5 + 0.42 * len(entries), rows=2)
-    for axes, what in zip(panels, ("step", "communication"), strict=True):
-        for row, entry in enumerate(entries):
-            prediction = entry.prediction
-            assert prediction is not None
-            colour = styles[entry.name].colour
-            low = prediction.step_low if what == "step" else prediction.communication
-            high = prediction.step_high if what == "step" else prediction.communication
-            seen = prediction.measured_step if what == "step" else prediction.measured_communication
+    figure, drawn = new_figure(0.7 + sum(0.4 + 0.21 * len(rows) for rows in panels.values()), rows=len(panels))
+    for axes, (label, rows) in zip(drawn, panels.items(), strict=True):
+        for row, (name, (low, high, seen)) in enumerate(rows.items()):
+            colour = styles[name].colour
             axes.plot(
                 [1e3 * low, 1e3 * high], [row, row], color=colour, linewidth=1, marker="D", fillstyle="none",
                 markersize=6.5,
             )  # fmt: skip
             if seen is not None:
                 axes.plot([1e3 * seen], [row], color=colour, marker="o", markersize=4, linestyle="")
-        label_rows(axes, [entry.name for entry in entries])
+        label_rows(axes, list(rows))
         axes.set_xlim(left=0)
-        axes.set_xlabel("a whole step, ms" if what == "step" else "communication of a step, ms")
-    panels[0].set_title("◇ predicted   ● measured", loc="right")
-    about = "Predicted and measured milliseconds of a step, and of its communication, for every entry."
+        axes.set_xlabel(label)
+    drawn[0].set_title("◇ predicted   ● measured", loc="right")
+    about = "Predicted and measured milliseconds of a step, and of its communication, for every entry that has them."
     return render_figure("predictions", "Predicted and measured", about, figure)
+
+
+def _predicted_steps(race: Analysis) -> dict[str, tuple[float, float, float | None]]:
+    """The interval of each entry's predicted step and the measured one. In races without them: bounds by `costs`."""
+    found = {
+        entry.name: (*each.predicted.interval_s, each.measured)
+        for entry in race.entries
+        for each in entry.comparisons
+        if each.workers == race.workers and each.predicted.interval_s is not None
+    }
+    if found or any(entry.comparisons for entry in race.entries):
+        return found
+    return {
+        entry.name: (entry.prediction.step_low, entry.prediction.step_high, entry.prediction.measured_step)
+        for entry in race.entries
+        if entry.prediction is not None
+    }
 
 
 def _scaling(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:

@@ -179,6 +179,7 @@ function showDetail() {
   ];
   setText(at("detail-about"), facts.filter(Boolean).join(" · "));
   setText(at("reason"), state.kind === "race" && run.reason ? `${run.status}: ${run.reason}` : "");
+  fillList(at("limits"), detail.limits);
   const some = detail.heat.rows.length > 0 && detail.heat.edges.length > 1;
   at("heat").hidden = !some;
   at("no-heat").hidden = some;

@@ -131,7 +131,7 @@ def _add_gradients(model: nn.Module, x: Tensor, y: Tensor, sizes: list[int], beg
 def _streams(model: nn.Module, cuts: Sequence[str], step: int) -> Iterator[Callable[[int], None]]:
     """Each forward of a stage draws from a stream of its own, made of the seed, the step, the stage and the number."""
     number = 0
-    step_seed = mix_seeds(mix_seeds(0, 0), step)  # of the run's seed and of the first pipeline
+    step_seed = stream_seed(mix_seeds(0, 0), 0, step)  # of the run's seed and of the first pipeline
 
     def begin_stage(stage: int) -> None:
         torch.manual_seed(stream_seed(step_seed, stage, number))

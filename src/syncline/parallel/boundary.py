@@ -64,6 +64,7 @@ HEADER_BYTES = HEADER.nbytes
 MAX_BODY_BYTES = 1 << 36
 MAX_FREE_BYTES = 1 << 28
 """Bytes of frames that are kept for later messages."""
+MAX_CACHED_HEADERS = 4096
 MAX_TAGGED_MICRO_BATCHES = 1 << 10
 """Micro-batches whose messages have different tags. Messages of one tag arrive in order."""
 NOTHING = torch.Size((0,))
@@ -91,10 +92,12 @@ class Place:
 
 
 class _Header(NamedTuple):
+    """A header without its step."""
+
     dtype: torch.dtype
     flags: int
     shape: torch.Size
-    step: int
+    stride: tuple[int, ...]
     micro_batch: int
     nbytes: int
     tag: int
@@ -126,7 +129,7 @@ class _Incoming:
     headers: deque[_Receive] = field(default_factory=deque)
     """Posted receives of the next headers: one for each tag that is expected."""
     expected: set[int] = field(default_factory=set)
-    arrived: dict[int, deque[tuple[_Header, PendingTensor | None]]] = field(default_factory=dict)
+    arrived: dict[int, deque[tuple[_Header, int, PendingTensor | None]]] = field(default_factory=dict)
     """By tag: messages that came before others that were needed first."""
 
 
@@ -167,6 +170,8 @@ class Boundary:
         """Whether bodies may travel on channels."""
         self._frame_bytes: dict[tuple[bool, int, int], int] = {}
         """By direction, peer and tag: the bytes of the latest message with its header."""
+        self._headers: dict[tuple[int, ...], _Header] = {}
+        """By their fields without the step: headers that were checked. Those of the next step are equal."""
         self._posted: dict[tuple[int, int], _Receive] = {}
         self._sending: dict[tuple[int, int], _Send] = {}
         self._texts: dict[int, str] = {}
@@ -181,6 +186,12 @@ class Boundary:
 
     def send(self, tensor: Tensor | None, to: int, place: Place, step: int) -> None:
         """Send a value or a gradient; None is a gradient that does not exist. The tensor may change afterwards."""
+        try:
+            self._send(tensor, to, place, step)
+        except PeerLostError as error:
+            raise self._with_place(error, to, place) from error
+
+    def _send(self, tensor: Tensor | None, to: int, place: Place, step: int) -> None:
         flags, code, shape = EMPTY, 0, torch.Size()
         if tensor is not None:
             flags, code, shape = _flags(tensor), _code(tensor, place), tensor.shape
@@ -205,11 +216,10 @@ class Boundary:
                 frame.buffer[HEADER_BYTES:] = flat[:space]
                 buffers.append(flat[space:].clone() if space else flat)
         self._frame_bytes[key] = HEADER_BYTES + nbytes
-        with _Naming(self._transport, to, place):
-            handles = [self._transport.send(buffer, to, place.tag, exact=True) for buffer in buffers]
-        self.wait_sent(to, place)  # of an earlier step: complete by now
+        handles = [self._transport.send(buffer, to, place.tag, exact=True) for buffer in buffers]
+        self._wait_sent(to, place)  # of an earlier step: complete by now
         self._sending[to, place.tag] = _Send(place, handles, frame)
-        self.sent_bytes += sum(each.numel() for each in buffers)
+        self.sent_bytes += max(length, HEADER_BYTES + nbytes)
 
     def _send_in_order(
         self,
@@ -225,17 +235,15 @@ class Boundary:
         frame = self._take_frame(HEADER_BYTES, DTYPES[0], NOTHING, 0)
         header_flags = flags | ON_CHANNEL if on_channel else flags
         frame.header[:] = _pack(code, header_flags, shape, step, place, nbytes)
-        with _Naming(self._transport, to, place):
-            handles = [self._transport.send(frame.buffer, to, HEADERS_TAG, exact=True)]
+        handles = [self._transport.send(frame.buffer, to, HEADERS_TAG, exact=True)]
         if tensor is not None and nbytes:
             body = _as_sent(tensor.detach(), flags)
             if on_channel:
                 channel.send(as_bytes(body.clone(memory_format=torch.contiguous_format)), place.text)
             else:
                 flat = as_bytes(body.contiguous()).to("cpu", copy=True)
-                with _Naming(self._transport, to, place):
-                    handles.append(self._transport.send(flat, to, place.tag, exact=True))
-        self.wait_sent(to, place)  # of an earlier step: complete by now
+                handles.append(self._transport.send(flat, to, place.tag, exact=True))
+        self._wait_sent(to, place)  # of an earlier step: complete by now
         self._sending[to, place.tag] = _Send(place, handles, frame)
         self.sent_bytes += HEADER_BYTES + nbytes
 
@@ -263,11 +271,16 @@ class Boundary:
 
     def wait_sent(self, to: int, place: Place) -> None:
         """Wait until the latest message of a place has left, so that its memory is free."""
+        try:
+            self._wait_sent(to, place)
+        except PeerLostError as error:
+            raise self._with_place(error, to, place) from error
+
+    def _wait_sent(self, to: int, place: Place) -> None:
         sent = self._sending.pop((to, place.tag), None)
         if sent is not None:
-            with _Naming(self._transport, to, sent.place):
-                for handle in sent.handles:
-                    handle.wait()
+            for handle in sent.handles:
+                handle.wait()
             self._give_frame(sent.frame)
 
     def wait_all_sent(self) -> None:
@@ -282,6 +295,12 @@ class Boundary:
 
     def expect(self, source: int, place: Place) -> None:
         """Post the receive of a message before it is needed. A second call does nothing."""
+        try:
+            self._expect(source, place)
+        except PeerLostError as error:
+            raise self._with_place(error, source, place) from error
+
+    def _expect(self, source: int, place: Place) -> None:
         key = (source, place.tag)
         incoming = self._incoming.get(source)
         if incoming is not None:
@@ -290,83 +309,98 @@ class Boundary:
             nbytes = self._frame_bytes.get((False, *key), HEADER_BYTES)
             frame = torch.empty(nbytes, dtype=torch.uint8)
             self._texts[place.tag] = place.text
-            with _Naming(self._transport, source, place):
-                self._posted[key] = _Receive(frame, self._transport.recv(frame, source, place.tag, exact=True))
+            self._posted[key] = _Receive(frame, self._transport.recv(frame, source, place.tag, exact=True))
 
     def _expect_in_order(self, incoming: _Incoming, source: int, place: Place) -> None:
         if place.tag not in incoming.expected and not incoming.arrived.get(place.tag):
             incoming.expected.add(place.tag)
             self._texts[place.tag] = place.text
-            self._post_header(incoming, source, place)
+            self._post_header(incoming, source)
 
-    def _post_header(self, incoming: _Incoming, source: int, place: Place) -> None:
+    def _post_header(self, incoming: _Incoming, source: int) -> None:
         frame = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        with _Naming(self._transport, source, place):
-            incoming.headers.append(_Receive(frame, self._transport.recv(frame, source, HEADERS_TAG, exact=True)))
+        incoming.headers.append(_Receive(frame, self._transport.recv(frame, source, HEADERS_TAG, exact=True)))
 
     def receive(self, source: int, place: Place, step: int) -> Tensor | None:
         """Wait for a message. A value that needs a gradient comes as a leaf that requires one."""
         start = self._transport.runtime.now()
-        found = self._receive(source, place, step)
+        try:
+            found = self._receive(source, place, step)
+        except PeerLostError as error:
+            raise self._with_place(error, source, place) from error
         self.on_wait(start, self._transport.runtime.now())
         return found
 
     def _receive(self, source: int, place: Place, step: int) -> Tensor | None:
-        self.expect(source, place)
+        self._expect(source, place)
         incoming = self._incoming.get(source)
         pending: PendingTensor | None = None
+        frame: Tensor | None = None
         if incoming is not None:
-            header, pending = self._receive_in_order(incoming, source, place)
+            header, found_step, pending = self._receive_in_order(incoming, source, place)
         else:
             posted = self._posted.pop((source, place.tag))
-            with _Naming(self._transport, source, place):
-                posted.handle.wait()
-            header = self._read_header(posted.frame, source, place.text)
+            posted.handle.wait()
+            frame = posted.frame
+            header, found_step = self._read_header(frame, source, place.text)
             self._frame_bytes[False, source, place.tag] = HEADER_BYTES + header.nbytes
-        if (header.step, header.micro_batch) != (step, place.micro_batch):
+        if found_step != step or header.micro_batch != place.micro_batch:
             raise self._refusal(
                 source,
                 place.text,
-                f"it is of step {header.step}, micro-batch {header.micro_batch}, and step {step}, micro-batch "
+                f"it is of step {found_step}, micro-batch {header.micro_batch}, and step {step}, micro-batch "
                 f"{place.micro_batch} was expected: do all ranks call the same methods of the run?",
             )
         if header.flags & EMPTY:
             return None
-        if pending is not None:
-            with _Naming(self._transport, source, place):
-                body = pending.wait()
-        elif incoming is not None:  # no elements
-            body = torch.empty(0, dtype=torch.uint8)
+        if frame is not None:
+            flat, offset = self._body(frame, header.nbytes, source, place)
         else:
-            body = self._body(posted.frame, header.nbytes, source, place)
-        value = _as_received(body.view(header.dtype), header.shape, header.flags).to(self._device)
+            flat, offset = torch.empty(0, dtype=torch.uint8) if pending is None else pending.wait(), 0
+        value = flat.view(header.dtype).as_strided(header.shape, header.stride, offset // header.dtype.itemsize)
+        value = value.to(self._device)
         return value.requires_grad_() if header.flags & NEEDS_GRADIENT else value
 
-    def _read_header(self, frame: Tensor, source: int, what: str) -> _Header:
+    def _read_header(self, frame: Tensor, source: int, what: str) -> tuple[_Header, int]:
+        """A header, and its step."""
         values = HEADER.read(frame.numpy().data[:HEADER_BYTES], lambda reason: self._refusal(source, what, reason))
-        code, flags, count, _, step, micro_batch, nbytes, tag, *dimensions = values
+        fields = values[:4] + values[5:]
+        header = self._headers.get(fields)
+        if header is None:
+            header = self._check_header(fields, source, what)
+            if len(self._headers) >= MAX_CACHED_HEADERS:
+                self._headers.clear()
+            self._headers[fields] = header
+        return header, values[4]
+
+    def _check_header(self, fields: tuple[int, ...], source: int, what: str) -> _Header:
+        code, flags, count, _, micro_batch, nbytes, tag, *dimensions = fields
         shape = torch.Size(dimensions[:count]) if count <= MAX_DIMENSIONS else torch.Size()
         if code >= len(DTYPES) or count > MAX_DIMENSIONS or nbytes > MAX_BODY_BYTES or tag >= HEADERS_TAG:
             problem = f"dtype {code}, {count} dimensions, {nbytes} bytes, tag {tag} are not within the limits"
             raise self._refusal(source, what, problem)
         if nbytes != (0 if flags & EMPTY else math.prod(shape) * DTYPES[code].itemsize):
             raise self._refusal(source, what, f"its shape {list(shape)} and its {nbytes} bytes do not agree")
-        return _Header(DTYPES[code], flags, shape, step, micro_batch, nbytes, tag)
+        if flags & CHANNELS_LAST and count != 4:
+            raise self._refusal(source, what, f"its memory format needs 4 dimensions, and its shape is {list(shape)}")
+        stride = _stride(shape, flags)
+        return _Header(DTYPES[code], flags, shape, stride, micro_batch, nbytes, tag)
 
     def _refusal(self, source: int, what: str, reason: str) -> ProtocolError:
         peer = self._transport.members[source]
         return ProtocolError(f"rank {peer} sent {what}, and it cannot be used: {reason}", peer=peer)
 
-    def _receive_in_order(self, incoming: _Incoming, source: int, place: Place) -> tuple[_Header, PendingTensor | None]:
+    def _receive_in_order(
+        self, incoming: _Incoming, source: int, place: Place
+    ) -> tuple[_Header, int, PendingTensor | None]:
         """Take messages until that of a place has come, and begin to receive their bodies."""
         while not incoming.arrived.get(place.tag):
             if not incoming.headers:  # their messages came before this one
-                self._post_header(incoming, source, place)
+                self._post_header(incoming, source)
             posted = incoming.headers.popleft()
             self._texts[HEADERS_TAG] = place.text
-            with _Naming(self._transport, source, place):
-                posted.handle.wait()
-            header = self._read_header(posted.frame, source, place.text)
+            posted.handle.wait()
+            header, step = self._read_header(posted.frame, source, place.text)
             incoming.expected.discard(header.tag)
             what = self._texts.get(header.tag, place.text)
             body: PendingTensor | None = None
@@ -374,42 +408,30 @@ class Boundary:
                 body = incoming.channel.receive(header.nbytes, what)
             elif header.nbytes:
                 data = torch.empty(header.nbytes, dtype=torch.uint8)
-                with _Naming(self._transport, source, place):
-                    body = _HostBody(data, self._transport.recv(data, source, header.tag, exact=True))
-            incoming.arrived.setdefault(header.tag, deque()).append((header, body))
+                body = _HostBody(data, self._transport.recv(data, source, header.tag, exact=True))
+            incoming.arrived.setdefault(header.tag, deque()).append((header, step, body))
         return incoming.arrived[place.tag].popleft()
 
-    def _body(self, frame: Tensor, nbytes: int, source: int, place: Place) -> Tensor:
+    def _body(self, frame: Tensor, nbytes: int, source: int, place: Place) -> tuple[Tensor, int]:
+        """The bytes in which a body is, and where it begins there."""
         there = frame.numel() - HEADER_BYTES
-        if nbytes <= there:
-            return frame[HEADER_BYTES : HEADER_BYTES + nbytes]
+        if nbytes == there:  # the usual case
+            return frame, HEADER_BYTES
+        if nbytes < there:
+            return frame[: HEADER_BYTES + nbytes], HEADER_BYTES
         body = torch.empty(nbytes, dtype=torch.uint8)
         body[:there] = frame[HEADER_BYTES:]
-        with _Naming(self._transport, source, place):
-            self._transport.recv(body[there:], source, place.tag, exact=True).wait()
-        return body
+        self._transport.recv(body[there:], source, place.tag, exact=True).wait()
+        return body, 0
 
-
-class _Naming:
-    """A context in which errors about a lost rank say which value was being sent."""
-
-    __slots__ = ("_peer", "_place", "_transport")
-
-    def __init__(self, transport: Transport, peer: int, place: Place) -> None:
-        self._transport, self._peer, self._place = transport, peer, place
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PeerLostError):
-            text, peer = self._place.text, self._transport.members[self._peer]
-            raise PeerLostError(
-                f"{error}; {text} was being sent between this rank and rank {peer}",
-                peer=error.peer,
-                pending=text,
-                seconds=error.seconds,
-            ) from error
+    def _with_place(self, error: PeerLostError, peer: int, place: Place) -> PeerLostError:
+        """The error about a lost rank, extended by the value that was being sent."""
+        return PeerLostError(
+            f"{error}; {place.text} was being sent between this rank and rank {self._transport.members[peer]}",
+            peer=error.peer,
+            pending=place.text,
+            seconds=error.seconds,
+        )
 
 
 def _pack(code: int, flags: int, shape: torch.Size, step: int, place: Place, nbytes: int) -> bytes:
@@ -446,8 +468,9 @@ def _as_sent_shape(flat: Tensor, shape: torch.Size, flags: int) -> Tensor:
     return flat.view(samples, height, width, channels)
 
 
-def _as_received(flat: Tensor, shape: torch.Size, flags: int) -> Tensor:
+def _stride(shape: torch.Size, flags: int) -> tuple[int, ...]:
+    """That of a received tensor."""
     if not flags & CHANNELS_LAST:
-        return flat.view(shape)
+        return torch.empty(shape, device="meta").stride()
     samples, channels, height, width = shape
-    return flat.view(samples, height, width, channels).permute(0, 3, 1, 2)
+    return torch.empty((samples, height, width, channels), device="meta").permute(0, 3, 1, 2).stride()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -172,9 +173,10 @@ class PipelineExecutor:
                 for source, place in later:
                     self.boundary.expect(source, place)
             if action.kind == "F":  # whether its gradients will come is known only now
-                for coming in actions[number + 1 : number + 1 + PREFETCHED_ACTIONS]:
-                    if coming.kind in "BI" and coming[1:] == action[1:]:
+                for coming in islice(actions, number + 1, number + 1 + PREFETCHED_ACTIONS):
+                    if coming[1:] == action[1:]:  # its B or I
                         self._expect(coming)
+                        break
         self.current = None
         if gradients:
             # Channels need a GPU whose kernels are loaded: to load one may have to wait for all that run, and the

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from syncline.data.partition import mix_seeds
 from syncline.errors import IncompatibleError
 from syncline.parallel.expert_layers import find_experts
 from syncline.parallel.module_trees import own_forward
@@ -106,9 +105,11 @@ class StageRunner:
         ]
         """What computes each stage."""
         self._kept: dict[tuple[int, int], _Activations] = {}
-        self._step_seed, self._last = mix_seeds(seed, 0), -1
+        self._step_seed, self._last = stream_seed(seed, 0, 0), -1
         self.loss_scale = 1.0
         """The factor of a GradScaler."""
+        self._generators: list[torch.Generator] = []
+        """Those that `random_streams` restores."""
         self.training = True
         """Whether a backward pass follows."""
         self.losses: dict[int, Tensor] = {}
@@ -120,7 +121,7 @@ class StageRunner:
 
     def begin_step(self, step: int, last: int) -> None:
         """A step begins; `last` is its last micro-batch."""
-        self._step_seed, self._last = mix_seeds(self._seed, step), last
+        self._step_seed, self._last = stream_seed(self._seed, 0, step), last
         self.losses = {}
 
     def forget(self) -> None:
@@ -130,14 +131,15 @@ class StageRunner:
     # The contract of the executor.
 
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `StageCompute`. Called inside `random_streams`."""
         if not self.training:
             with torch.no_grad():
                 return self._finish_forward(stage, micro_batch, self._calls[stage](*inputs))
         weights = self._weights_for(stage, micro_batch)
-        with self._random_stream(stage, micro_batch):
-            found = self._call(stage, micro_batch, inputs, weights)
-            last = stage == self._last_stage
-            outputs = [self._loss(micro_batch, found)] if last else list(found)
+        self._begin_random_stream(stage, micro_batch)
+        found = self._call(stage, micro_batch, inputs, weights)
+        last = stage == self._last_stage
+        outputs = [self._loss(micro_batch, found)] if last else list(found)
         self._kept[stage, micro_batch] = _Activations(list(inputs), outputs, weights)
         self.peak_activations = max(self.peak_activations, len(self._kept))
         return [] if last else outputs
@@ -225,20 +227,27 @@ class StageRunner:
         return loss * (data.share * self.loss_scale)
 
     @contextmanager
-    def _random_stream(self, stage: int, micro_batch: int) -> Iterator[None]:
-        """Random numbers that depend on the step, the stage and the micro-batch, and on no schedule."""
-        generators = [torch.default_generator]
+    def random_streams(self) -> Iterator[None]:
+        """Inside, each forward draws random numbers that depend on the step, the stage and the micro-batch only.
+
+        Afterwards the script's own random numbers continue. A step is inside once: to save them with each forward would
+        take as long as a small layer.
+        """
+        self._generators = [torch.default_generator]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        before = [each.get_state() for each in generators]
-        seed = stream_seed(self._step_seed, stage, micro_batch)
+            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        before = [each.get_state() for each in self._generators]
         try:
-            for each in generators:
-                each.manual_seed(seed)
             yield
         finally:
-            for each, state in zip(generators, before, strict=True):
+            for each, state in zip(self._generators, before, strict=True):
                 each.set_state(state)
+            self._generators = []
+
+    def _begin_random_stream(self, stage: int, micro_batch: int) -> None:
+        seed = stream_seed(self._step_seed, stage, micro_batch)
+        for each in self._generators:
+            each.manual_seed(seed)
 
     # Backward.
 
@@ -287,7 +296,7 @@ class StageRunner:
 
 
 def stream_seed(step_seed: int, stage: int, micro_batch: int) -> int:
-    """The seed of one forward: SplitMix64 of its number. `mix_seeds` would take as long as a small layer.
+    """The seed of one forward, or of a step: SplitMix64 of its number. `mix_seeds` takes as long as a small layer.
 
     >>> len({stream_seed(7, stage, number) for stage in range(40) for number in range(50)})
     2000

@@ -303,7 +303,7 @@ class PipelineRun(PartialModelRun):
         self._runner.loss_scale = (
             1.0 if scaler is None else scaler.scale(torch.ones((), device=self.world.device)).item()
         )
-        with self.teams.no_sync():
+        with self.teams.no_sync(), self._runner.random_streams():
             self.executor.run(actions, self._inputs_of, self._step, later=self._loss_messages)
         self._data.clear()
         for norms in self._norms:
@@ -394,7 +394,7 @@ class PipelineRun(PartialModelRun):
 
     def _run_stream(self, actions: Sequence[Action]) -> None:
         self._runner.begin_step(0, last=-1)
-        with self.teams.no_sync():
+        with self.teams.no_sync(), self._runner.random_streams():
             self.executor.run(actions, self._inputs_of, 0)
         for action in actions:
             if action.kind == "F":

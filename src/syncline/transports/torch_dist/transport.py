@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -145,11 +146,12 @@ class WorkHandle:
         work: Any,
         buffer: Tensor,
         peer: int | None,
-        pending: str,
+        pending: str | Callable[[], str],
         copy_to: Tensor | None = None,
         keep_alive: bool = False,
         lossy: bool = False,
     ) -> None:
+        """`pending` describes the operation in messages, or returns that text: most operations need none."""
         self.work = work
         self.source = -1 if peer is None else peer
         self.nbytes = buffer.numel() * buffer.element_size()
@@ -198,12 +200,16 @@ class WorkHandle:
                 self._done = True
                 return
             if transport.has_ended:
-                raise WorldError(f"this rank has closed the channel while it waited for {self._pending}") from error
+                text = f"this rank has closed the channel while it waited for {self._describe()}"
+                raise WorldError(text) from error
             seconds = transport.runtime.now() - start
-            raise transport.failure(self._peer, self._pending, seconds, error, no_deadline) from error
+            raise transport.failure(self._peer, self._describe(), seconds, error, no_deadline) from error
         if self._copy_to is not None:
             self._copy_to.copy_(self._buffer)
         self._done = True
+
+    def _describe(self) -> str:
+        return self._pending if isinstance(self._pending, str) else self._pending()
 
     def _wait_for_collective(self, until: float) -> None:
         """Wait for short times: a collective has no other effect if one of them ends."""
@@ -402,7 +408,6 @@ class TorchTransport(Transport):
 
     def post_send(self, data: Tensor, to: int, engine_tag: int, lossy: bool = False) -> Handle:
         """Give bytes to the engine. The loss of a lossy message is ignored."""
-        pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
         large = data.numel() > MAX_DETACHED_BYTES // MAX_DETACHED_SENDS  # a few small ones cannot exceed the limit
         while len(self.detached_sends) > MAX_DETACHED_SENDS or (
             large and sum(handle.nbytes for handle in self.detached_sends) > MAX_DETACHED_BYTES
@@ -413,8 +418,12 @@ class TorchTransport(Transport):
         except RuntimeError as error:
             if lossy:
                 return CompletedHandle(data.numel())
-            raise self.failure(to, pending, 0.0, error) from error
+            raise self.failure(to, self._describe_send(to, data), 0.0, error) from error
+        pending = partial(self._describe_send, to, data)
         return WorkHandle(self, work, data, to, pending, keep_alive=True, lossy=lossy)
+
+    def _describe_send(self, to: int, data: Tensor) -> str:
+        return f"rank {self.members[to]} to take {format_bytes(data.numel())}"
 
     # Receiving.
 
@@ -435,13 +444,13 @@ class TorchTransport(Transport):
 
     def post_recv(self, data: Tensor, source: int, engine_tag: int, pending: str = "") -> WorkHandle:
         """Receive bytes from the engine; `pending` describes the receive in messages."""
-        pending = pending or describe_recv(self, source, engine_tag % MAX_TAG, data.numel())
+        describe = partial(describe_recv, self, source, engine_tag % MAX_TAG, data.numel())
         target = torch.empty_like(data, device="cpu") if data.is_cuda else data
         try:
             work = self.groups.cpu.recv([target], source, engine_tag)
         except RuntimeError as error:
-            raise self.failure(source, pending, 0.0, error) from error
-        return WorkHandle(self, work, target, source, pending, copy_to=data if data.is_cuda else None)
+            raise self.failure(source, pending or describe(), 0.0, error) from error
+        return WorkHandle(self, work, target, source, pending or describe, copy_to=data if data.is_cuda else None)
 
     def _start_readers(self, tag: int) -> None:
         with self._lock:
@@ -532,7 +541,11 @@ class TorchTransport(Transport):
         return self._closed or self._aborted
 
     def waiting(
-        self, pending: str, peer: int | None, no_deadline: bool, break_off: Callable[[], None] | None = None
+        self,
+        pending: str | Callable[[], str],
+        peer: int | None,
+        no_deadline: bool,
+        break_off: Callable[[], None] | None = None,
     ) -> Callable[[], object]:
         """Record that this rank waits, unless the wait has no deadline. Call the returned function at its end."""
         if not no_deadline:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from syncline.control import ControlBarrier, ControlChannel, WorkerMembership, poll
 from syncline.data import Epochs, MicroBatches, Sharded
-from syncline.errors import IncompatibleError, PeerLostError, UnsupportedError, WorldError
+from syncline.errors import IncompatibleError, JobEndedError, PeerLostError, UnsupportedError
 from syncline.state_trees import decode, encode
 from syncline.strategies.base import StrategyRun, all_tensors
 from syncline.transports import Transport
@@ -540,7 +540,9 @@ class AsynchronousRun(StrategyRun):
         if self.joining and self.membership is not None:
             self.membership.refresh()
             if self.membership.ended or not self.membership.present():
-                raise WorldError("the job has ended: its workers have closed their runs, or are lost")
+                raise JobEndedError(
+                    "the job has ended before this worker could join: the others have closed their runs, or are lost"
+                )
 
     def _refuse_to_join_one_of_several_runs(self) -> None:
         if self._other_runs:

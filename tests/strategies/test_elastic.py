@@ -648,11 +648,12 @@ def leave_politely(seed: int) -> None:
         return float(model.weight.detach()), samples
 
     faults = [] if killed is None else [Kill(killed, at=random_.uniform(0.05, 1.0))]
-    found = sl.simulate(train_some, ranks=3, elastic=(1, 3), faults=faults, seed=seed).results
-    ended = [one for one in (found[0], found[2]) if one is not None]
+    found = sl.simulate(train_some, ranks=3, elastic=(1, 3), faults=faults, seed=seed)
+    ended = [one for one in (found.results[0], found.results[2]) if one is not None]
     assert len({weight for weight, _ in ended}) == 1
     if killed is None:
-        assert sum(samples for _, samples in found) == 48, "every sample is trained once"
+        assert sum(samples for _, samples in found.results) == 48, "every sample is trained once"
+    assert found.time < 10.0, "no worker waits for a timeout"
 
 
 @pytest.mark.hunt

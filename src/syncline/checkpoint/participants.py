@@ -328,7 +328,7 @@ class SaveAgreement:
         if len(members) == self.world.size:
             return self.world.everyone
         if members not in self._groups:
-            self._groups[members] = self.world.group(members)
+            self._groups[members] = self.world.group_of_survivors(members)
         return self._groups[members]
 
     def _fate(self, members: tuple[int, ...]) -> int:

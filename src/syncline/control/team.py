@@ -242,6 +242,20 @@ class TeamFormation:
         """Announce that this member leaves by itself: the others do not wait for it."""
         self.log.append(LEFT, member=self.member, reason=reason)
 
+    def leave_unless_last(self, team: Team, reason: str) -> bool:
+        """Announce that this member leaves, if another member of the team is left. Returns whether none is.
+
+        Of members that leave at the same time, exactly one is the last: an entry counts only if its writer has read all
+        others.
+        """
+        while True:
+            self._read_log()
+            absent = self._absent()
+            if all(member in absent for member in team.members if member != self.member):
+                return True
+            if self.log.append_next(LEFT, member=self.member, reason=reason):
+                return False
+
     def refuse_second_world(self) -> None:
         """Raise if this member has left before: the others continue without it."""
         self._read_log()

@@ -103,6 +103,10 @@ class AsynchronousRun(StrategyRun):
         """Whether the workers can save a checkpoint together at any step."""
         return self.membership is not None
 
+    def leave_checkpoint(self) -> None:
+        """This worker leaves without waiting for the others: save what it can save alone. By default nothing."""
+        self.warn_of_no_checkpoint()
+
     def prepare_to_join(self) -> None:
         """In a newcomer: called before the others count it among them."""
 
@@ -397,7 +401,7 @@ class AsynchronousRun(StrategyRun):
         if self._end_with_job():
             return False
         if elastic is not None and elastic.leave_reason and not elastic.joining:
-            self.warn_of_no_checkpoint()
+            self.leave_checkpoint()
             self._leaves = True
             self.close()
             elastic.leave(self.world, elastic.leave_reason)

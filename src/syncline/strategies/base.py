@@ -668,7 +668,7 @@ class StrategyRun(Run):
     def end_warm_up(self) -> None:
         """In a newcomer that has taken a step alone: forget it. The state of the others replaces the rest."""
         if self.world.elastic is not None and self.world.elastic.joining:  # not in the loop of another run
-            for run in self.world.runs:
+            for run in [each for each in self.world.runs if isinstance(each, StrategyRun)]:
                 run.forget_steps()
 
     def forget_steps(self) -> None:

@@ -4,7 +4,8 @@
     ├── SpecError          a spec string or argument that cannot be read (also a ValueError)
     ├── IncompatibleError  things that cannot work together, named with their values (also a ValueError)
     ├── WorldError         launch, rendezvous, a world used at the wrong time (also a RuntimeError)
-    │   └── DeadlockError  every simulated task waits: who waits for whom
+    │   ├── DeadlockError  every simulated task waits: who waits for whom
+    │   └── JobEndedError  an elastic job has ended before this worker could join it
     ├── ProtocolError      bytes that are short, long, corrupt or from a stranger
     ├── PeerLostError      a peer is gone: who, since when, what was pending (also a ConnectionError)
     ├── DivergedError      NaN or Inf where a number was expected: rank, parameter, step (also an ArithmeticError)
@@ -21,6 +22,7 @@ __all__ = [
     "DeadlockError",
     "DivergedError",
     "IncompatibleError",
+    "JobEndedError",
     "PeerLostError",
     "ProtocolError",
     "SpecError",
@@ -68,6 +70,14 @@ class DeadlockError(WorldError):
     """Every task of a simulation waits and nothing can wake one; the message says who waits for whom.
 
     >>> issubclass(DeadlockError, WorldError)
+    True
+    """
+
+
+class JobEndedError(WorldError):
+    """An elastic job has ended before this worker could join it. A worker of `syncline run` then exits with code 0.
+
+    >>> issubclass(JobEndedError, WorldError)
     True
     """
 

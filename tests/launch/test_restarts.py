@@ -233,6 +233,17 @@ def test_rank_that_waits_for_a_team_is_ended_with_the_others() -> None:
     assert job.said == ["rank 3 is not needed any more: the others have ended well"]
 
 
+def test_rank_that_came_too_late_does_not_end_the_restarts() -> None:
+    """It ends without an error while the others still train, because it asked for an epoch that never came."""
+    job = Job(ElasticOptions(1, 3, restarts=2), 3)
+    job.log.append("team", team=[0, 1, 2], generation=1)
+    job.lose(2)
+    assert job.at(1.0) == ["rank 0", "rank 1", "rank 3"]
+    job.ranks.record_exit(ended(3, 0))
+    assert job.log.read()[-1].fields["reason"] == "it could not join before the end"
+    assert "started again" in job.lose(1)
+
+
 def test_rank_that_has_left_may_end_after_the_others() -> None:
     job = Job(ElasticOptions(1, 2), 2)
     job.log.append("left", member=1, reason="it received SIGTERM")

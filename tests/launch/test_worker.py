@@ -55,3 +55,10 @@ def test_exit_handlers_know_whether_an_error_ends_the_worker(end: str, known: st
     )
     found = subprocess.run([sys.executable, worker.__file__, str(script)], capture_output=True, text=True, check=False)
     assert found.stdout.startswith(known)
+
+
+def test_a_worker_that_joins_after_the_end_does_not_fail(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from syncline.errors import JobEndedError\nraise JobEndedError('the job has ended')\n")
+    found = subprocess.run([sys.executable, worker.__file__, str(script)], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "syncline: the job has ended\n")

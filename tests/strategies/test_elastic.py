@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline.control import MemoryStore
-from syncline.errors import IncompatibleError, UnsupportedError, WorldError
+from syncline.errors import IncompatibleError, JobEndedError, UnsupportedError, WorldError
 from syncline.testing import hunt_cases
 from syncline.transports import Transport
 from syncline.transports.faults import Fault, Join, Kill, Partition
@@ -524,7 +524,7 @@ def test_the_last_operation_of_a_world_is_the_same_on_all() -> None:
 
 
 def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new connection takes two steps here, and the members do not wait for it."""
+    """A new connection takes two steps here, and the newcomer's first step ten. The members wait for neither."""
     connect = SimulatedConnector.connect
 
     def connect_slowly(self: SimulatedConnector, members: tuple[int, ...], number: int) -> Transport:
@@ -538,9 +538,10 @@ def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.Monk
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with sl.distribute(model, optimizer, algorithm="ring") as run:
-            before = world.runtime.now()
+            before, is_slow = world.runtime.now(), member_of(world) == 2
             for batch in run.shard(DataLoader(Numbers(60), batch_size=1)):
-                world.compute(0.05)
+                world.compute(0.5 if is_slow else 0.05)
+                is_slow = False
                 optimizer.zero_grad()
                 model(batch.view(-1, 1).float()).sum().backward()
                 optimizer.step()
@@ -551,6 +552,36 @@ def test_a_newcomer_is_connected_while_the_others_train(monkeypatch: pytest.Monk
 
     assert sl.simulate(work, 2, elastic=(1, 3), faults=[Join(at=0.2)]).results == (3, 3, 3)
     assert max(steps[2:]) < 0.1, "a newcomer costs the others less than a step"
+
+
+def test_nothing_of_a_newcomers_first_step_is_kept() -> None:
+    """Each step moves the weight by 2, from a batch of two ones. One newcomer comes too late."""
+
+    def work(world: World) -> tuple[float, int]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        run = sl.distribute(model, optimizer, algorithm="ring")
+        shard = run.shard(DataLoader(torch.ones(96, 1), batch_size=2))  # type: ignore[arg-type]
+        try:
+            for x in shard:
+                world.compute(0.05)
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            run.close()
+        except JobEndedError:
+            assert world.elastic is not None
+            assert world.elastic.joining
+        return float(model.weight.detach()), run.stats.steps
+
+    faults = [Join(at=0.2), Join(at=0.4)]
+    *found, late = sl.simulate(work, 2, elastic=(1, 3), faults=faults).results
+    assert len({*found}) == 1, found
+    weight, steps = found[0]
+    assert weight == -2 * steps
+    assert 16 < steps < 24, "a worker has joined"
+    assert late[1] == 0, "and the other one has taken no step"
 
 
 def train_until(world: World, members: set[int], step_s: float) -> float:
@@ -648,11 +679,12 @@ def leave_politely(seed: int) -> None:
         return float(model.weight.detach()), samples
 
     faults = [] if killed is None else [Kill(killed, at=random_.uniform(0.05, 1.0))]
-    found = sl.simulate(train_some, ranks=3, elastic=(1, 3), faults=faults, seed=seed).results
-    ended = [one for one in (found[0], found[2]) if one is not None]
+    found = sl.simulate(train_some, ranks=3, elastic=(1, 3), faults=faults, seed=seed)
+    ended = [one for one in (found.results[0], found.results[2]) if one is not None]
     assert len({weight for weight, _ in ended}) == 1
     if killed is None:
-        assert sum(samples for _, samples in found) == 48, "every sample is trained once"
+        assert sum(samples for _, samples in found.results) == 48, "every sample is trained once"
+    assert found.time < 10.0, "no worker waits for a timeout"
 
 
 @pytest.mark.hunt

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline.server import network_of, serve
-from syncline.transports.faults import Join
+from syncline.transports.faults import Join, Kill
 from syncline.world import World
 from tests.data.cases import Numbers
 
@@ -72,3 +73,19 @@ def test_a_worker_and_one_that_has_joined_save_together(tmp_path: Path) -> None:
     sl.load(tmp_path, run=loaded)
     assert bool((loaded.weight < 0).all()), "every sample was trained"
     assert {path.name for path in (tmp_path / found.results[0]).glob("rank-*")} == {"rank-00000", "rank-00001"}
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", "onesided"])
+def test_workers_that_no_worker_can_join_save_after_a_loss(strategy: str, tmp_path: Path) -> None:
+    network = sl.Network(ranks_per_host=3, inside=sl.Link(latency=1e-5, bandwidth=1e9))
+    found = sl.simulate(
+        lambda world: train(world, tmp_path, strategy, 1, resumes=False),
+        3,
+        elastic=(1, 3),
+        faults=[Kill(2, at=0.12)],
+        network=network,
+    )
+    assert found.results[2] is None
+    assert found.results[0] == found.results[1]
+    folder = tmp_path / found.results[0][0]
+    assert {path.name for path in folder.glob("rank-*")} == {"rank-00000", "rank-00001"}

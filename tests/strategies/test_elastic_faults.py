@@ -115,8 +115,10 @@ def train(
         before = model.weight.detach().clone()
         for epoch in range(shard.epoch, EPOCHS):
             for batch in shard:
+                joins = world.elastic is not None and world.elastic.joining  # nothing of a warm-up is kept
                 journal.note_rounds(member, strategy_run(run).counted_steps)
-                journal.note_team(world)
+                if not joins:
+                    journal.note_team(world)
                 if member in troubles and troubles[member].step == steps:
                     strike(world, troubles[member])
                 steps += 1
@@ -126,7 +128,7 @@ def train(
                 run.note_loss(loss)
                 loss.backward()
                 optimizer.step()
-                journal.note_step(member, epoch, batch.tolist())
+                journal.note_step(member, epoch, [] if joins else batch.tolist())
                 journal.note_rounds(member, strategy_run(run).counted_steps)
             with run.agreed():
                 now = model.weight.detach().clone()

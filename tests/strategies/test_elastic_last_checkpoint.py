@@ -247,6 +247,31 @@ def test_strategies_without_a_last_checkpoint_say_so(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("ending", [True, False])
+def test_the_last_worker_of_hogwild_saves_the_steps_of_all(
+    ending: bool, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All leave after their own steps, two of them at the same time, and nobody waits for them."""
+    network = sl.Network(ranks_per_host=3, inside=sl.Link(latency=1e-5, bandwidth=1e9))
+
+    def work(world: World, leavers: Mapping[int, int]) -> Result:
+        return train(world, "hogwild", leavers=leavers, ending=ending, checkpoints=None if leavers else folder)
+
+    for leavers in ({0: 1, 1: 3, 2: 3}, {0: 4, 1: 1, 2: 2}):
+        shutil.rmtree(folder, ignore_errors=True)
+        caplog.clear()
+        found = sl.simulate(lambda world: work(world, leavers), 3, elastic=(1, 3), network=network)  # noqa: B023
+        assert [result.error for result in found.results] == [LEFT] * 3
+        reason = LAUNCHER if ending else "all workers leave"
+        assert caplog.text.count(f"{reason}: step ") == 1, caplog.text
+        assert "saves no checkpoint" not in caplog.text
+        again = sl.simulate(lambda world: work(world, {}), 3, elastic=(1, 3), network=network)
+        read = {sample for result in found.results for sample in result.read}
+        trained = {row for row, change in enumerate(again.results[0].start.weights.tolist()) if any(change)}
+        assert trained == read, "the shared memory has the steps of all workers"
+    assert found.time < 60.0, "no wait has ended at its timeout"
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_that_all_leave_save_before(workers: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A batch system has sent a signal to all of them, and none to the launcher."""

@@ -34,7 +34,7 @@ STRATEGIES = (
     "easgd(sync=False, period=2)",
     "easgd(sync=False, period=2, centres=2)",
 )
-PLACES = ("after", "inside", "save", "save the model", "reload", "")
+PLACES = ("after", "inside", "save", "save the model", "reload", "load", "after", "")
 """Where all workers wait for each other, by epoch; in the last one only at its end."""
 AFTER = ("after",) * EPOCHS
 
@@ -82,6 +82,8 @@ def uneven(strategy: str, places: Sequence[str], folder: Path) -> Callable[[sl.W
                     sl.save(folder, step=epoch, model=model, optimizer=training.optimizer, run=run)
                 elif place == "save the model":
                     sl.save(folder, step=epoch, model=model)
+                elif place == "load":
+                    sl.load(folder, step=2, model=model, optimizer=training.optimizer, run=run)
                 elif place == "reload":
                     model.load_state_dict({name: 0.5 * each for name, each in mlp().state_dict().items()})
         return [*found, flat(model)]

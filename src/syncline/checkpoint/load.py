@@ -75,7 +75,7 @@ def load(
     >>> load(folder, model=torch.nn.Linear(2, 1))
     {'epoch': 3, 'step': 100}
     """
-    participants = Participants.of(objects)
+    participants = Participants.to_load(objects)
     place = Path(folder)
     with participants.span("sl_checkpoint_seconds", step):
         # Rank 0 decides for all: another rank may see other files.

@@ -113,6 +113,16 @@ class Participants:
             in_training[0].pause_steps_for("save")
         return participants
 
+    @classmethod
+    def to_load(cls, objects: Mapping[str, Any]) -> Participants:
+        """As `of`, for loading: no worker of an asynchronous run steps until all have loaded."""
+        participants = cls.of(objects)
+        runs = [] if participants.world is None else participants.world.runs
+        in_training = [run for run in runs if isinstance(run, AsynchronousRun)]
+        if in_training and not participants.joins:
+            in_training[0].pause_steps_for("load")
+        return participants
+
     @property
     def root(self) -> int:
         """The rank that writes the shared part."""
@@ -318,7 +328,7 @@ class SaveAgreement:
         if len(members) == self.world.size:
             return self.world.everyone
         if members not in self._groups:
-            self._groups[members] = self.world.group(members)
+            self._groups[members] = self.world.group_of_survivors(members)
         return self._groups[members]
 
     def _fate(self, members: tuple[int, ...]) -> int:

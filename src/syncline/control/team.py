@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from syncline.control.log import ControlLog
-from syncline.errors import WorldError
+from syncline.errors import JobEndedError, WorldError
 from syncline.runtime import Runtime
 from syncline.transports.key_value_store import KeyValueStore
 
@@ -33,6 +33,8 @@ WAITING, TEAM, LOST, LEFT, LEAVE, ENDING = "waiting", "team", "lost", "left", "l
 launcher asks a member to leave; the launcher ends the job."""
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
 """Polling interval of the store in seconds while a team forms: at first, and at most."""
+QUICK_TURNS = 16
+"""A newcomer that is about to be admitted asks only for the next team, and for the rest once in so many turns."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,11 @@ class TeamFormation:
         `soon` says whether the admission is expected within a few steps: the store is then asked more often.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        for _ in self._poll(soon, timeout_s):
+        known = self._latest
+        for turn, expected in enumerate(self._poll(soon, timeout_s)):
+            if expected and turn % QUICK_TURNS and self.latest() is known:
+                continue  # the team waits for the answer: ask for nothing else
+            known = self._latest
             passed = gave_up()
             team = self.latest()  # after the question: the team may have been formed at that place
             if team is not None and team.generation > after and self.member in team.members:
@@ -174,7 +180,10 @@ class TeamFormation:
             if self.member in self._gone:
                 raise self._declared_lost("is not admitted", self._gone[self.member])
             if team is not None and all(member in self._gone for member in team.members):
-                raise WorldError(f"the job has ended: members {list(team.members)} of its last team have left")
+                raise JobEndedError(
+                    f"the job has ended before member {self.member} could join: members {list(team.members)} of its "
+                    "last team have left"
+                )
         raise WorldError(
             f"member {self.member} was not admitted within {timeout_s:.3g} s: the team may be complete "
             f"(at most {self._maximum} workers), or the job does not read its data by run.shard() or run.steps()"
@@ -186,6 +195,11 @@ class TeamFormation:
         """In a newcomer whose team could not be connected: wait for the next admission."""
         self._arrive(failed.generation + 1, Arrival(-1, between_steps=True))
         return self.await_admission(failed.generation, gave_up, soon)
+
+    @property
+    def known(self) -> Team | None:
+        """The latest team that was decided, as far as this process has asked for it."""
+        return self._latest
 
     def latest(self) -> Team | None:
         """The latest team that was decided; None before the first."""
@@ -227,6 +241,20 @@ class TeamFormation:
     def leave(self, reason: str) -> None:
         """Announce that this member leaves by itself: the others do not wait for it."""
         self.log.append(LEFT, member=self.member, reason=reason)
+
+    def leave_unless_last(self, team: Team, reason: str) -> bool:
+        """Announce that this member leaves, if another member of the team is left. Returns whether none is.
+
+        Of members that leave at the same time, exactly one is the last: an entry counts only if its writer has read all
+        others.
+        """
+        while True:
+            self._read_log()
+            absent = self._absent()
+            if all(member in absent for member in team.members if member != self.member):
+                return True
+            if self.log.append_next(LEFT, member=self.member, reason=reason):
+                return False
 
     def refuse_second_world(self) -> None:
         """Raise if this member has left before: the others continue without it."""
@@ -395,15 +423,17 @@ class TeamFormation:
             elif entry.kind in (LOST, LEFT):
                 self._gone[member] = str(entry.fields.get("reason", ""))
 
-    def _poll(self, soon: Callable[[], bool] = lambda: False, timeout_s: float | None = None) -> Iterator[None]:
+    def _poll(self, soon: Callable[[], bool] = lambda: False, timeout_s: float | None = None) -> Iterator[bool]:
         """Yields again and again, with growing pauses, until the pauses add up to the timeout; short ones while `soon`.
 
-        The clock is not asked: this process may have been suspended, and the others were not slow.
+        It yields what `soon` has returned. The clock is not asked: this process may have been suspended, and the others
+        were not slow.
         """
-        paused, pause = 0.0, MIN_POLL_S
+        paused, pause, expected = 0.0, MIN_POLL_S, False
         while paused < (self._timeout_s if timeout_s is None else timeout_s):
-            yield
-            pause = MIN_POLL_S if soon() else pause
+            yield expected
+            expected = soon()
+            pause = MIN_POLL_S if expected else pause
             self._runtime.sleep(pause)
             paused, pause = paused + pause, min(2 * pause, MAX_POLL_S)
 

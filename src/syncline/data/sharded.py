@@ -126,6 +126,11 @@ class EpochReader(ABC, Generic[T]):
         steps = steps if source.divides(size) else 1
         return position.lose(size, lost, steps, lambda batch: source.untrained(position, batch))
 
+    def read_ahead(self, epoch: int) -> Generator[T, None, None]:
+        """The items of an epoch, without a change of any position. Nothing if the data cannot be read again."""
+        if self._source.deals_again:
+            yield from self._read(DataPosition(epoch))
+
     def state_dict(self) -> dict[str, Any]:
         """The position for a checkpoint."""
         return self.cursor.state_dict()

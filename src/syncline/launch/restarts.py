@@ -164,6 +164,8 @@ class ElasticRanks(FixedRanks):
         self._checkpoint = ""
         self._left: set[int] = set()
         """Members that have left the job by themselves. Their processes may still run."""
+        self._admitted: set[int] = set()
+        """Members that have been in a team, or have trained in none."""
         self._team: set[int] = set()
         """The members of the latest team that the ranks have formed."""
         self._alone: set[int] = set()
@@ -197,8 +199,11 @@ class ElasticRanks(FixedRanks):
         slot = self._slot_of(ended)
         if slot is not None:
             left = self.has_left(ended)
-            slot.state = "left" if ended.failed or left else "done"
+            self._read_log()
+            late = not (ended.failed or left) and self._came_too_late(slot.member)
+            slot.state = "left" if ended.failed or left or late else "done"
             reason = "it has left" if left else ended.reason() if ended.failed else "it ended well"
+            reason = "it could not join before the end" if late else reason
             self._log.append("ended", member=slot.member, code=ended.code, reason=reason)
 
     def record_failure(self, ended: ProcessExit) -> str:
@@ -347,6 +352,7 @@ class ElasticRanks(FixedRanks):
             if entry.kind == "team":
                 self._team = set(entry.fields.get("team", ()))
                 self._alone |= {entry.fields["alone"]} if "alone" in entry.fields else set()
+                self._admitted |= self._team | self._alone
             elif entry.kind in CHECKPOINT_SENTENCES:
                 self._checkpoint = CHECKPOINT_SENTENCES[entry.kind].format(**entry.fields)
             member = entry.fields.get("member")
@@ -358,7 +364,7 @@ class ElasticRanks(FixedRanks):
                 self._joined[member] = str(entry.fields.get("host"))
                 self._say(f"rank {member} joins from host {self._joined[member]}")
             elif entry.kind == "ended" and self._joined.pop(member, None) is not None:
-                self._joined_done += entry.fields.get("code") == 0
+                self._joined_done += entry.fields.get("code") == 0 and not self._came_too_late(member)
                 self._lost += entry.fields.get("code") not in (0, LEFT_CODE)
                 self._say(f"rank {member}, which had joined, has ended: {entry.fields.get('reason')}")
 
@@ -415,6 +421,10 @@ class ElasticRanks(FixedRanks):
         )
         self._log.append("ending", reason=found)
         return found
+
+    def _came_too_late(self, member: int) -> bool:
+        """Whether a member has never taken part: if it ends without an error, the job has not ended well by that."""
+        return bool(self._admitted) and member not in self._admitted
 
     def checkpoint(self) -> str:
         self._read_log()

@@ -59,6 +59,9 @@ def main() -> None:
         sys.exit(130)
     except BaseException as error:
         _set_last_error(error)
+        if _came_too_late(error):
+            print(f"syncline: {error}", file=sys.stderr, flush=True)
+            sys.exit(0)
         report(error, error_file)
         sys.exit(1)
     del ours
@@ -70,6 +73,11 @@ def _set_last_error(error: BaseException) -> None:
     At exit, a rank waits for the ranks that still need it; a rank that has failed must not wait.
     """
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+
+
+def _came_too_late(error: BaseException) -> bool:
+    """Whether an elastic job has ended before this worker could join it: no failure."""
+    return type(error).__name__ == "JobEndedError"
 
 
 def end_with_supervisor() -> None:

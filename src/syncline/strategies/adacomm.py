@@ -177,6 +177,10 @@ class _AdaCommRun(LocalRun):
 
     # State.
 
+    def forget_steps(self) -> None:
+        super().forget_steps()
+        self._begin_interval()
+
     def shared_state(self) -> dict[str, Any]:
         interval = {
             "steps": self._steps,

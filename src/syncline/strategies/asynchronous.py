@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from syncline.control import ControlBarrier, ControlChannel, WorkerMembership, poll
 from syncline.data import Epochs, MicroBatches, Sharded
-from syncline.errors import IncompatibleError, PeerLostError, UnsupportedError, WorldError
+from syncline.errors import IncompatibleError, JobEndedError, PeerLostError, UnsupportedError
 from syncline.state_trees import decode, encode
 from syncline.strategies.base import StrategyRun, all_tensors
 from syncline.transports import Transport
@@ -102,6 +102,10 @@ class AsynchronousRun(StrategyRun):
     def saves_at_end(self) -> bool:
         """Whether the workers can save a checkpoint together at any step."""
         return self.membership is not None
+
+    def leave_checkpoint(self) -> None:
+        """This worker leaves without waiting for the others: save what it can save alone. By default nothing."""
+        self.warn_of_no_checkpoint()
 
     def prepare_to_join(self) -> None:
         """In a newcomer: called before the others count it among them."""
@@ -397,7 +401,7 @@ class AsynchronousRun(StrategyRun):
         if self._end_with_job():
             return False
         if elastic is not None and elastic.leave_reason and not elastic.joining:
-            self.warn_of_no_checkpoint()
+            self.leave_checkpoint()
             self._leaves = True
             self.close()
             elastic.leave(self.world, elastic.leave_reason)
@@ -540,7 +544,9 @@ class AsynchronousRun(StrategyRun):
         if self.joining and self.membership is not None:
             self.membership.refresh()
             if self.membership.ended or not self.membership.present():
-                raise WorldError("the job has ended: its workers have closed their runs, or are lost")
+                raise JobEndedError(
+                    "the job has ended before this worker could join: the others have closed their runs, or are lost"
+                )
 
     def _refuse_to_join_one_of_several_runs(self) -> None:
         if self._other_runs:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from syncline.codecs import Codec, check_no_gradient_options
 from syncline.control import ControlChannel
 from syncline.data import MicroBatches, Sharded
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError, WorldError
+from syncline.errors import DivergedError, IncompatibleError, JobEndedError, PeerLostError, SpecError, WorldError
 from syncline.reduction import (
     BUCKET_BYTES,
     Communicator,
@@ -43,7 +43,7 @@ from syncline.specs import Spec
 from syncline.strategies.model_watch import ModelWatch
 from syncline.strategies.run import Readers, Run, Shard, Steps
 from syncline.strategies.uneven import UnevenData
-from syncline.world import TeamChange, allreduce, barrier
+from syncline.world import DataPlace, TeamChange, allreduce, barrier
 
 __all__ = [
     "FlatLayout",
@@ -210,6 +210,8 @@ class StrategyRun(Run):
         self.uneven = UnevenData(self)
         self.watch = ModelWatch(self, self._reload if self.copies_weights and communicator.size > 1 else None)
         self._closed = False
+        self._warmed_up = True
+        """False in a newcomer that takes a step alone before it asks to join."""
         self._own: dict[str, Tensor] | None = None
         """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
         try:
@@ -480,10 +482,7 @@ class StrategyRun(Run):
         self.world.finish_left()
         if self.world.elastic is not None and self.world.elastic.joining:
             self.release()
-            raise WorldError(
-                f"this worker (member {self.world.elastic.limits.member}) has run its whole script and was not "
-                "admitted to the team: the others had passed each epoch before it, and its model is not trained"
-            )
+            raise self._error_of_late_worker(self.world.elastic.limits.member)
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
         if not self.alone or self.asynchronous:
             self.watch.apply_load()
@@ -493,6 +492,13 @@ class StrategyRun(Run):
             barrier(self.communicator.group)  # no worker leaves while another may need the result of its last step
         self.release()
         self.communicator.close()
+
+    def _error_of_late_worker(self, member: int) -> WorldError:
+        """A newcomer has run its whole script, and was not admitted."""
+        what = f"this worker (member {member}) has run its whole script and was not admitted to the team"
+        if not self.readers.all():
+            return WorldError(f"{what}: a worker joins where it reads its data by run.shard() or run.steps()")
+        return JobEndedError(f"{what}: the others had passed each epoch before it, and its model is not trained")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -643,8 +649,34 @@ class StrategyRun(Run):
             if elastic.data_changes_later:  # the others were told of the change when they had this run already
                 self.uneven.forget_rates()
         else:  # a newcomer takes over the state of all its runs where its first loop over data begins
+            self._warmed_up = False
             self.readers.enter_at = lambda place: not elastic.joining or elastic.enter(self.world, place)
             self.readers.place_of_team = elastic.place_of_team
+
+    def warms_up(self, place: DataPlace) -> bool:
+        """In a newcomer: whether it takes a step alone before it asks to join at a place in the data.
+
+        First steps take several times as long as others, and the team would wait for it. Nothing of that step is kept.
+        True only once.
+        """
+        elastic = self.world.elastic
+        if self._warmed_up or elastic is None or not elastic.joining or elastic.will_pass(place):
+            return False
+        self._warmed_up = True
+        return True
+
+    def end_warm_up(self) -> None:
+        """In a newcomer that has taken a step alone: forget it. The state of the others replaces the rest."""
+        if self.world.elastic is not None and self.world.elastic.joining:  # not in the loop of another run
+            for run in [each for each in self.world.runs if isinstance(each, StrategyRun)]:
+                run.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Forget the steps of a newcomer before it has joined."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.restart()
+        self.stats.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""

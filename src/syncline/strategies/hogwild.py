@@ -128,6 +128,13 @@ class _HogwildRun(AsynchronousRun):
     def read_final(self) -> None:
         self._take_shared()
 
+    def leave_checkpoint(self) -> None:
+        """The last worker that leaves saves: it has the weights of all."""
+        elastic = self.world.elastic
+        assert elastic is not None, "it leaves"
+        if elastic.formation.leave_unless_last(elastic.team, elastic.leave_reason):
+            elastic.save_for_later(elastic.formation.ending or "all workers leave", lambda: True)
+
     def _take_shared(self) -> None:
         """Copy the shared weights into this worker's own memory."""
         for name, buffer in self.buffers().items():

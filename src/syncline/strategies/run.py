@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -322,6 +322,8 @@ class _Epochs(Generic[R]):
     def _pieces(self) -> Iterator[Any]:
         run, reader = self._run, self._reader
         entered = run.readers.enter_at is not None
+        if self._pad and entered:
+            yield from self._warm_up()
         if self._pad and not run.readers.starts(reader):
             return
         run.world.finish_left()
@@ -358,6 +360,22 @@ class _Epochs(Generic[R]):
                     pace = self._pace(place, pace)
         finally:
             reader.leave(place, run.progress)
+
+    def _warm_up(self) -> Iterator[Any]:
+        """In a worker that joins: batches of a step that it takes alone, before it asks to join; see `warms_up`."""
+        run, reader = self._run, self._reader
+        place = run.readers.place_of(reader)
+        if not run.warms_up(place):
+            return
+        before = run.progress
+        try:
+            with closing(reader.read_ahead(place.epoch)) as pieces:
+                for piece in pieces:
+                    yield piece
+                    if run.progress != before:
+                        break
+        finally:  # the loop may be left
+            run.end_warm_up()
 
     def _pace(self, place: DataPosition, before: _Pace | None = None) -> _Pace:
         """What the workers read in the rest of the epoch; `before`: what another number of workers would have read."""

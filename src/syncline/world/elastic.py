@@ -662,7 +662,7 @@ class ElasticMember:
                                   asks for 43 (1 ahead) ─► 44: too late
                                             asks for 46 (2 ahead) ──► admitted
         """
-        if self._will_pass(place):
+        if self.will_pass(place):
             return False
         asked = self.connector.runtime.now()
         self.formation.ask_to_join(place)
@@ -670,7 +670,8 @@ class ElasticMember:
         try:
             team = self.formation.await_admission(0, lambda: self._has_passed(place), self._prepare_newcomer)
             while team is not None:
-                self.compare_runs()
+                if self._preparation is None or not self._preparation.ready:  # it has compared them
+                    self.compare_runs()
                 self.team = team
                 try:
                     self._install(world)
@@ -697,7 +698,9 @@ class ElasticMember:
 
         Returns whether it is connected.
         """
-        team, preparation = self.formation.latest(), self._preparation
+        preparation = self._preparation
+        connected = preparation is not None and preparation.ready
+        team = self.formation.known if connected else self.formation.latest()  # `await_admission` asks, too
         if team is None or self.limits.member in team.members:  # it is admitted already, perhaps with this preparation
             return team is not None
         first = team.generation * MAX_PREPARATIONS + 1
@@ -745,7 +748,7 @@ class ElasticMember:
         self._place_found = found = self.place_of_team()
         return found is not None and (found.reader != place.reader or found.epoch > place.epoch)
 
-    def _will_pass(self, place: DataPlace) -> bool:
+    def will_pass(self, place: DataPlace) -> bool:
         """In a newcomer: whether a request to join at this place would come too late, as far as it knows.
 
         It asks the store only about data that the team did not read when it last asked: a newcomer must pass over

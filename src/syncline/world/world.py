@@ -219,7 +219,14 @@ class World:
             )
         if self.elastic is not None and self.elastic.joining:  # alone until the team admits this process
             return Group(self, (0,), self.transport.split((0,)), (0,), 1)
-        members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
+        return self.group_of_survivors(range(self.size) if ranks is None else ranks)
+
+    def group_of_survivors(self, ranks: Sequence[int]) -> Group:
+        """Make a group for one attempt of an operation. After a loss its user makes another one, also in elastic jobs.
+
+        Each of `ranks` calls it.
+        """
+        members = check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
         group = Group(self, members, self.transport.split(members), hosts, self.lanes)
         self._groups.append(group)

@@ -116,7 +116,9 @@ def _train(run: Run, workload: Workload, loader: DataLoader[Any], settings: Scri
             loss.backward()  # type: ignore[no-untyped-call]
             run.note_loss(loss)
             optimizer.step()
-            journal.write_step(run.stats.steps, run.world.size, *_count_pushes(run))
+            elastic = run.world.elastic
+            if elastic is None or not elastic.joining:  # a newcomer's warm-up is no step
+                journal.write_step(run.stats.steps, run.world.size, *_count_pushes(run))
             if asynchronous and os.path.exists(settings.stop_file):
                 return
         # Workers of a synchronous strategy must end at the same step.

@@ -55,10 +55,6 @@ class Mixing(Protocol):
         """The change of each weight. Valid until the next `begin`."""
         ...
 
-    def undo(self) -> None:
-        """Forget the latest round: a worker of an elastic job was lost in it."""
-        ...
-
     def use(self, neighbours: Neighbours) -> None:
         """Continue with other neighbours: the team of an elastic job has changed."""
         ...
@@ -157,8 +153,6 @@ class Choco:
         self._number = 0
         self._exchange_due = False
         """Whether the next round begins with an exchange of estimates, because the neighbours have changed."""
-        self._before: Tensor | None = None
-        """`estimate` before the latest round, if that may have to be undone."""
         self._payloads: list[Tensor] = []
         self._receiving: dict[int, list[tuple[Handle, Tensor]]] = {}
         self.estimate = self.flat(list(weights.values()))
@@ -176,8 +170,6 @@ class Choco:
         neighbours, layout, rank = self._neighbours, self._layout, self._neighbours.rank
         if self._exchange_due:
             self.exchange_estimates(self.estimate)
-        if self._before is not None:
-            self._before.copy_(self.estimate)
         neighbours.begin()
         self._number = number
         change = layout.flat(weights).sub_(self.estimate).float()
@@ -221,16 +213,14 @@ class Choco:
         neighbours.exchange(self.estimate, self.estimates, ESTIMATES_TAG)
         self._exchange_due = False
 
-    def undo(self) -> None:
-        assert self._before is not None, "`use` was called"
-        self.estimate.copy_(self._before)
-
     def use(self, neighbours: Neighbours) -> None:
-        """This worker's estimate stays. Its new neighbours receive it before the next round."""
+        """This worker's estimate stays. Its new neighbours receive it before the next round.
+
+        A round that is repeated with them needs no more: the estimate may contain the payload of the first attempt.
+        """
         self._neighbours = neighbours
         self.estimates = {source: torch.empty_like(self.estimate) for source in neighbours.sources}
         self._exchange_due = True
-        self._before = self.estimate.clone() if self._before is None else self._before
 
     def restart(self, estimate: Tensor) -> None:
         """Continue from another estimate, which the neighbours receive before the next round."""

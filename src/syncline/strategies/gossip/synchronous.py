@@ -59,9 +59,6 @@ class PlainMixing:
         self._neighbours = neighbours
         self._theirs = {source: [torch.empty_like(row) for row in self._own] for source in neighbours.sources}
 
-    def undo(self) -> None:
-        """A round has no state."""
-
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
         neighbours = self._neighbours
         neighbours.begin()
@@ -171,9 +168,6 @@ class ElasticRound:
         return int(active)
 
     def prepare_again(self) -> None:
-        assert self._run.mixing is not None
-        if self._generation >= 0:
-            self._run.mixing.undo()
         self.launch()
 
     def result(self, value: int) -> int:

@@ -101,6 +101,8 @@ def test_a_codec_of_the_user_is_that_of_every_candidate() -> None:
     config, _ = choose((LOCAL,), codec="cast('fp16')")
     assert (config["strategy"], config["codec"]) == ("local", "cast('fp16')")
     assert list(config["auto"]["predicted"]) == ["allreduce with cast('fp16')", "local(period=8) with cast('fp16')"]
+    with pytest.raises(IncompatibleError, match="strategy allreduce alone"):
+        choose((LOCAL,), codec="topk(0.1, clip=1.0)")
     with pytest.raises(SpecError, match="leave 'topk"):
         choose((TOPK,), codec="cast('fp16')")
 

@@ -29,7 +29,7 @@ from syncline.codecs import Codec, build_codec
 from syncline.errors import SpecError
 from syncline.parallel.partition import LayerCost, ModelProfile
 from syncline.parallel.profile import restoring_state
-from syncline.planner.calibration import MEASURED
+from syncline.planner.calibration import LAB, MEASURED
 from syncline.planner.cluster import STEP_NOISE, Cluster, RankGroup
 from syncline.planner.layer_costs import MeasuredCosts
 from syncline.planner.limits import find_limit
@@ -366,7 +366,8 @@ def _predictor(
             assert codec is not None
             sending, working = codec_seconds(group, codec, trained)
             rates[each.codec] = (sending / nbytes, working / nbytes)
-    factors = (1.0, 1.0) if exact else MEASURED.factors
+    shared = len(set(world.hosts)) < group.size or "SYNCLINE_LAB" in world.environ
+    factors = (1.0, 1.0) if exact else LAB.factors if shared else MEASURED.factors
     return _MeasuredPredictor(MeasuredCosts(profile), cluster, rates, _call_s(group), factors)
 
 

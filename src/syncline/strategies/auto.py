@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.codecs import build_codec, codec_names
+from syncline.codecs import Codec, build_codec, codec_names
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
 from syncline.specs import parse
@@ -100,6 +100,12 @@ class AutoStrategy(Strategy):
             else:
                 found.append(AutoCandidate("allreduce", repr(build_codec(text))))
         return tuple(found)
+
+    def check_codec(self, codec: Codec) -> None:
+        from syncline.strategies import build_strategy
+
+        for each in self.candidates(repr(codec)):
+            build_strategy(each.strategy).check_codec(codec)
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings

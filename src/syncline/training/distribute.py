@@ -192,6 +192,8 @@ def _choose(
     """The strategy and the codec that the planner chooses, and why. In an elastic job the first team chooses."""
     from syncline.planner.choice import StrategyChoice, choose_strategy
 
+    if codec is not None:
+        auto.check_codec(codec)
     for candidate in auto.candidates(None if codec is None else repr(codec)):
         if (other := build_codec(candidate.codec)) is not None:
             check_optimizer_momentum(other, max(map(momentum_of, optimizers)))

@@ -209,6 +209,7 @@ LOGGED_SETTINGS = {
     "sl_metric": "metric",
 }
 """Keys of the log that repeat a field of `config.json`."""
+CHOSEN_BY_AUTO = ("strategy", "codec")
 CLOCK_SLACK_MS = 100
 
 
@@ -244,7 +245,9 @@ def _check_run_configuration(run: RunRecord) -> Iterator[Note]:
         for event in run.lines(key):
             if not close(event.get("value"), value):
                 yield Note(f"{run.folder}: the log has {key} {event.get('value')!r}, config.json {value!r}")
-    for name, spec in _build_specs(config, built).items():
+    chosen = built.get("auto")  # the strategy and the codec that `auto` has taken
+    asked = {**config, **{name: chosen.get(name) for name in CHOSEN_BY_AUTO}} if isinstance(chosen, dict) else config
+    for name, spec in _build_specs(asked, built).items():
         if built[name] != spec:
             yield Note(f"{run.folder}: its {name} is {spec!r}, and {built[name]!r} was used")
     yield from _check_rates(run)

@@ -169,3 +169,8 @@ def test_a_strategy_that_fails_on_the_simulator_says_how() -> None:
     (found,) = predict_race(plan, build(WORKLOAD), network=NETWORK).entries
     assert found.step_s is None
     assert "simulated steps of it fail" in found.why
+    (free,) = predict_race(
+        replace(plan, entries=ENTRIES[:1], seconds_a_sample=0.0), build(WORKLOAD), network=NETWORK
+    ).entries
+    assert free.step_s is not None
+    assert 0 < free.step_s < 1e-3  # two messages

@@ -105,6 +105,11 @@ def test_asynchronous_ranks_do_not_wait_for_a_slow_one() -> None:
     assert [limit.kind for limit in measured_limits(step)] == ["compute"]
 
 
+def test_messages_under_way_together_gain_no_more_than_half_a_step() -> None:
+    step = StepMeasurement(compute_s=0.01, exposed_s=0.09, communication_s=0.5, workers=4)
+    assert measured_limits(step)[0].gain == pytest.approx(0.5)
+
+
 def test_small_shares_limit_nothing() -> None:
     step = StepMeasurement(
         compute_s=0.1, exposed_s=0.004, data_s=0.004, update_s=0.004, batch_fixed_share=0.3, samples=8

@@ -135,7 +135,9 @@ def _waiting(step: StepMeasurement) -> list[Limit]:
     if step.servers:
         found.append(_server(step, exposed))
         return found
-    hidden = 0.0 if step.communication_s is None else max(0.0, step.communication_s - step.exposed_s)
+    # Messages that are under way together count more than once.
+    whole = min(step.communication_s or 0.0, step.seconds)
+    hidden = max(0.0, whole - step.exposed_s)
     saved = min(exposed, (exposed + hidden) / 2)
     part = "reduction" if step.pipeline is None else "transfer"
     found.append(

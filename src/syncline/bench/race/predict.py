@@ -51,11 +51,12 @@ __all__ = ["predict_race"]
 PROFILE_REPEATS = 10
 """Steps for each measured time of the profile."""
 EXACT_STRATEGIES = ("allreduce", "local")
+"""Their formulas are exact, without a codec."""
 MIN_SIMULATED_STEPS, MAX_SIMULATED_STEPS = 32, 64
 """Steps of a strategy without a formula: whole epochs if they are short."""
 SIMULATION_FACTORS = (0.965, 1.01)
-SIMULATION_SOURCE = "residuals of 24 simulated runs of the default entries, on 100 Mbit/s and 1 Gbit/s"
 """The interval of predictions on the simulator, whose network and computation are exact."""
+SIMULATION_SOURCE = "residuals of 24 simulated runs of the default entries, on 100 Mbit/s and 1 Gbit/s"
 INTERVAL_OF_RUNS = "of the planner's predictions of runs on measured machines"
 NOT_MEASURED = (
     "the network between the workers is neither described nor measured: syncline bench machine writes machine.json, "
@@ -97,8 +98,8 @@ def _source(plan: RacePlan, workload: Workload, machine: MachineMeasurement | No
             return _Machine(plan, workload, machine)
         if plan.place.kind == "lab" and (shape := parse_rate(parse_lab(plan.place.detail)[1])) is not None:
             return _DescribedLab(plan, workload, shape.rate / 8)
-    except SynclineError as error:
-        return _Unknown(plan, workload, f"the workload cannot be profiled: {error}")
+    except Exception as error:  # of the workload's code, too: the race itself will report it
+        return _Unknown(plan, workload, f"the workload cannot be profiled: {type(error).__name__}: {error}")
     return _Unknown(plan, workload, NOT_MEASURED)
 
 
@@ -244,6 +245,8 @@ class _Simulation(_Source):
     def _predict(self, run: PlannedRun) -> EntryPrediction:
         try:
             plan = self.training_plan(run, self.network)
+            if not self.seconds_a_sample:
+                raise _NoFormulaError("computation takes no time")
         except _NoFormulaError:
             return self.by_simulation(run, self.network, self.seconds_a_sample, SIMULATION_FACTORS)
         costs = MeasuredCosts(self._profile(plan.micro_batch))

@@ -76,6 +76,13 @@ def test_planted_limits(kind: str, model: str, cluster: str | Cluster, plan: Tra
     assert "shorter" in limit.sentence
 
 
+def test_tied_weights_of_a_pipeline_are_reduced_over_the_network() -> None:
+    here = predictor("gpt(2, 1024)", "2 hosts x 1 a100, 1gbit")
+    prediction = here.predict(TrainingPlan(pipeline=2, micro_batches=2))
+    assert prediction.parts["reduction"] > prediction.parts["transfer"]
+    assert "most of it the exchange of gradients over the network" in find_limit(here, prediction).sentence
+
+
 def test_the_gain_of_a_straggler_is_that_of_the_plan_without_it() -> None:
     plan = TrainingPlan(data=8, micro_batch=64)
     here = predictor("resnet(50)", SLOW)

@@ -135,7 +135,9 @@ def _described(predictor: StepPredictor, prediction: PredictedStep, kind: str) -
             parts = prediction.parts
             name = max(("reduction", "tensor", "transfer"), key=lambda each: parts[each])
             stride, size = (plan.tensor, plan.data) if name == "reduction" else (1, plan.tensor)
-            level = cluster.group(size, stride=stride).slowest if name != "transfer" else cluster.levels[-1].name
+            # Without data ranks, what is reduced are the weights that the first and the last stage share.
+            between = name == "transfer" or size == 1
+            level = cluster.levels[-1].name if between else cluster.group(size, stride=stride).slowest
             return communication_cause(name, level)
         case "skinny matrix products":
             share = prediction.matrix_share or 0.0

@@ -62,12 +62,12 @@ def test_steps_beside_ddp(tmp_path: Path) -> None:
     printed = bench(
         tmp_path,
         *("step", "--models", "mlp", "--rounds", "2", "--turns", "3", "--memory-runs", "1", "--trace"),
-        *("--against", "ddp,hvd"),
+        *("--against", "ddp,hvd,ml_comm"),
     )
     document = json.loads((tmp_path / "out" / "step.json").read_text())
     (row,) = document["results"]
     assert len(row["seconds"]["syncline"]) == len(row["seconds"]["ddp"]) == 6
-    assert len(row["seconds"]["hvd"]) == 6
+    assert len(row["seconds"]["hvd"]) == len(row["seconds"]["ml_comm"]) == 6
     assert row["same_bits"], "two ranks add two numbers: there is one way"
     assert 0 < row["overlap"]["share"] <= 1
     assert {found["contender"] for found in document["memory"]} == {"syncline", "ddp"}

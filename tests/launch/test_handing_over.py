@@ -150,10 +150,12 @@ def test_a_run_handed_to_srun(runs: Runs) -> None:
     script = runs.script(
         """
 say(os.environ["SLURM_PROCID"], "RANK" in os.environ, len(os.environ["SYNCLINE_KEY"]), *sys.argv[1:])
+import importlib.util
+say(importlib.util.find_spec("dl_comm") is not None)
 raise ValueError("boom")
 """
     )
-    run = runs.run("run", "-n", "1", "--hosts", "slurm", script, "x", variables=variables)
-    assert (run.code, run.out) == (1, "0 False 40 x\n")
+    run = runs.run("run", "-n", "1", "--hosts", "slurm", "--as", "ml_comm", script, "x", variables=variables)
+    assert (run.code, run.out) == (1, "0 False 40 x\nTrue\n")
     assert run.err.startswith("rank 0 failed:\nTraceback")
     assert "worker.py" not in run.err

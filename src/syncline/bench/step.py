@@ -44,8 +44,10 @@ from syncline.bench.step_contenders import (
     COMPUTE_ONLY,
     DDPS,
     HOROVOD,
+    ML_COMM,
     NO_CODEC,
     SYNCLINE,
+    WARM_UP_STEPS,
     BenchModel,
     StepContender,
     ranks_agree,
@@ -60,9 +62,6 @@ from syncline.transports.base import LANE_TAGS
 from syncline.world import World, init
 
 __all__ = ["StepPlan", "codec_steps_table", "describe_link", "measure", "measure_link", "step_table"]
-
-WARM_UP_STEPS = 6
-"""Steps that do not count: connections, bucket order, kernels and the allocator settle."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class _StepComparison:
     def _same_as_baselines(self) -> bool | None:
         """True if Syncline without a codec has the bits of the baselines; None if there is none to compare."""
         dense = next((kind for kind in (SYNCLINE, NO_CODEC) if kind in self.contenders), None)
-        theirs = [kind for kind in ("ddp", HOROVOD) if kind in self.contenders]
+        theirs = [kind for kind in ("ddp", HOROVOD, ML_COMM) if kind in self.contenders]
         if dense is None or not theirs:
             return None
         own = list(self.contenders[dense].inner.parameters())

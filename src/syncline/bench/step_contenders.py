@@ -16,7 +16,7 @@ from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.collectives.channel import Channel
 from syncline.errors import IncompatibleError
 from syncline.reduction import COMPRESSED_COLLECTIVES
-from syncline.strategies import Run
+from syncline.strategies import Run, build_strategy
 from syncline.training.distribute import distribute
 
 __all__ = [
@@ -25,8 +25,10 @@ __all__ = [
     "COMPUTE_ONLY",
     "DDPS",
     "HOROVOD",
+    "ML_COMM",
     "NO_CODEC",
     "SYNCLINE",
+    "WARM_UP_STEPS",
     "BenchModel",
     "StepContender",
     "contender_algorithm",
@@ -42,10 +44,16 @@ DDPS = frozenset({"ddp", "ddp-fp16"})
 """DistributedDataParallel alone, and with torch's fp16 hook."""
 HOROVOD = "hvd"
 """The same step with Horovod's API."""
-BASELINES = ("ddp", "ddp-fp16", HOROVOD)
+ML_COMM = "ml_comm"
+"""The same step with the API of Cray's plugin: pipelined if the strategy has a delay."""
+BASELINES = ("ddp", "ddp-fp16", HOROVOD, ML_COMM)
 COMPUTE_ONLY = "alone"
 """The same step on the same busy cores without communication: a lower bound for every codec."""
 MOMENTUM = 0.9
+WARM_UP_STEPS = 6
+"""Steps that do not count: connections, bucket order, kernels and the allocator settle."""
+ENDLESS_STEPS = 1 << 40
+"""The number of steps that a wrapper is given which asks for it."""
 USAGE = ("bytes_wire", "codec_seconds", "exposed_seconds")
 """Counters of a run's statistics."""
 
@@ -69,6 +77,13 @@ class StepContender:
 
             hvd.init()
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=model.named_parameters())
+        elif name == ML_COMM:
+            import syncline.compat.ml_comm.ml_comm_torch as cdl
+
+            delayed = getattr(build_strategy(options["strategy"]), "delay", 0) > 0
+            cdl.DistributedOptimizer(
+                self.optimizer, ENDLESS_STEPS, warmup=WARM_UP_STEPS / ENDLESS_STEPS if delayed else 1.0, verb=0
+            )
         elif name != COMPUTE_ONLY:
             algorithm = contender_algorithm(options["algorithm"], dense=name == NO_CODEC)
             self.run = distribute(model, self.optimizer, codec=codec, **{**options, "algorithm": algorithm})

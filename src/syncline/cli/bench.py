@@ -10,7 +10,7 @@ examples:
   syncline bench codecs                                        speed and error of every codec, relative to memcpy
   syncline bench codecs --codecs "quantize(4);topk(0.01)" --sizes 64MB
   syncline bench step -n 2 --against ddp                       training steps compared with DistributedDataParallel
-  syncline bench step -n 2 --against hvd                       the same step with Horovod's API
+  syncline bench step -n 2 --against hvd,ml_comm               the same step with the APIs of other libraries
   syncline bench step --lab 2@1gbit --models mlp --trace       on slow links, with a trace of every rank
   syncline bench step --codec "none;topk(0.01)|quantize(4)" --lab 2,4,8 --rate 100mbit,1gbit --against ddp,ddp-fp16
                                                                the gain of codecs, in several labs

@@ -28,7 +28,7 @@ MEMORY_RUNS = 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--against", default="ddp", help="baselines, of ddp,ddp-fp16,hvd; default ddp")
+    parser.add_argument("--against", default="ddp", help="baselines, of ddp,ddp-fp16,hvd,ml_comm; default ddp")
     parser.add_argument(
         "--codec", action="append", default=[], help="codecs to compare, by ';' or repeated; none: without a codec"
     )

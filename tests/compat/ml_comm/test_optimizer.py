@@ -155,6 +155,22 @@ def test_accumulated_gradients(warmup: float) -> None:
     assert torch.allclose(twice[0], once[0], atol=1e-6)
 
 
+def test_passes_that_begin_after_the_warm_up() -> None:
+    def case(world: sl.World, warmup: float) -> None:
+        model = mlp(seed=0)
+        optimizer = cdl.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), 10, warmup=warmup, verb=0)
+        for step in range(10):
+            optimizer.zero_grad()
+            for _ in range(1 + (step == 6)):
+                backward(loss_of(model, step, world.rank))
+            optimizer.step()
+
+    for warmup in (0.0, 1.0):
+        sl.simulate(lambda world, warmup=warmup: case(world, warmup), ranks=2)  # type: ignore[misc]
+    with pytest.raises(IncompatibleError, match=r"step 6 of allreduce\(delay=1, warmup=2\).*Take warmup=0 "):
+        sl.simulate(lambda world: case(world, 0.2), ranks=2)
+
+
 def gan(world: sl.World, wrap: Any) -> Tensor:
     """Steps of a generator and a discriminator. The generator's loss passes through the discriminator."""
     torch.manual_seed(0)
@@ -173,9 +189,9 @@ def gan(world: sl.World, wrap: Any) -> Tensor:
     return torch.cat([flat(generator), flat(discriminator)])
 
 
-def by_two_optimizers(world: sl.World) -> Tensor:
+def by_two_optimizers(world: sl.World, warmups: tuple[float, float] = (0.25, -0.25)) -> Tensor:
     def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.optim.Optimizer:
-        return cdl.DistributedOptimizer(optimizer, 8, 2, 2, (0.25, -0.25)[number], 0)
+        return cdl.DistributedOptimizer(optimizer, 8, 2, 2, warmups[number], 0)
 
     return gan(world, wrap)
 
@@ -201,14 +217,26 @@ class ByHand:
         self.optimizer.step()
 
 
-def test_gan_applies_the_gradients_of_each_step() -> None:
+WARMED_UP, COOLED_DOWN = [0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("warmups", "tables"),
+    [
+        ((0.25, -0.25), (WARMED_UP, COOLED_DOWN)),
+        ((-0.25, 0.25), (COOLED_DOWN, WARMED_UP)),
+        ((1.0, 0.125), ([0] * 8, [0] + [1] * 7)),
+    ],
+)
+def test_gan_applies_the_gradients_of_each_step(
+    warmups: tuple[float, float], tables: tuple[list[int], list[int]]
+) -> None:
     """The generator's pass leaves gradients in the discriminator, which no step of it may apply."""
-    tables = ([0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0])
 
     def by_hand(world: sl.World) -> Tensor:
         return gan(world, lambda model, optimizer, number: ByHand(model, optimizer, list(tables[number])))
 
-    ours = sl.simulate(by_two_optimizers, ranks=2).results
+    ours = sl.simulate(lambda world: by_two_optimizers(world, warmups), ranks=2).results
     wanted = sl.simulate(by_hand, ranks=2).results[0]
     assert torch.equal(ours[0], ours[1])
     assert torch.allclose(ours[0], wanted, atol=1e-6)

@@ -161,7 +161,15 @@ _LIST = (
     ("h200", 989, 67, 141, 4800, 450, "NVIDIA H200 SXM, without sparsity: quoted by hmc-tech.com and saulelectric.com"),
     ("v100", 125, 15.7, 16, 900, 150, "NVIDIA V100 SXM2 16GB: whitepaper, quoted by maosong.website and pcper.com"),
     ("v100-32g", 125, 15.7, 32, 900, 150, "NVIDIA V100 32GB: as with 16GB, by gamersnexus.net; DGX-2H's is faster"),
-    ("p100", 21.2, 10.6, 16, 732, 80, "NVIDIA P100 SXM2: datasheet, quoted by tech4gamers.com; links: Dell, Ready Solutions for AI 1.0"),
+    (
+        "p100",
+        21.2,
+        10.6,
+        16,
+        732,
+        80,
+        "NVIDIA P100 SXM2: datasheet, quoted by tech4gamers.com; links: Dell, Ready Solutions for AI 1.0",
+    ),
     (
         "k80",
         4.37,

@@ -16,6 +16,7 @@ BUILTINS = {
     "IncompatibleError": ValueError,
     "WorldError": RuntimeError,
     "DeadlockError": RuntimeError,
+    "JobEndedError": RuntimeError,
     "ProtocolError": Exception,
     "PeerLostError": ConnectionError,
     "DivergedError": ArithmeticError,

@@ -14,6 +14,7 @@ from syncline.cli.placement import Placement
 from syncline.errors import SpecError
 from syncline.launch.programs import Host
 from syncline.launch.start import Job
+from syncline.planner.limits import codec_sentence
 from syncline.planner.machine_prediction import MachinePredictor
 from syncline.planner.plans import TrainingPlan
 from syncline.planner.run_prediction import predict_run
@@ -55,6 +56,20 @@ def test_faster_network_shortens_the_exchange() -> None:
     assert faster.parts["reduction"] < 0.5 * predictor.predict(plan).parts["reduction"]
     with pytest.raises(SpecError, match="weights in shards"):
         predictor.predict(replace(plan, strategy="fsdp"))
+
+
+@pytest.mark.parametrize(("dense_s", "verdict"), [(0.5, "pays"), (0.02, "does not pay")])
+def test_the_sentence_about_a_codec_agrees_with_the_steps(dense_s: float, verdict: str) -> None:
+    """An exchange without a codec works beside the network too: Python and copies."""
+    dense = exchanges_of("allreduce", "", [dense_s, dense_s, dense_s])
+    machine = replace(MACHINE, exchanges=(*dense, *exchanges_of("allreduce", "onebit", [0.2, 0.2, 0.2])))
+    predictor = MachinePredictor(profile_of(SHAPES), machine)
+    plan = TrainingPlan(data=4, micro_batch=8, optimizer="momentum")
+    without, encoded = (predictor.predict(replace(plan, codec=codec)).seconds for codec in (None, "onebit"))
+    assert (encoded < without) == (verdict == "pays")
+    sentence = codec_sentence(predictor, predictor.predict(plan), "onebit")
+    assert f"onebit {verdict} here" in sentence
+    assert ("saves" in sentence.rpartition("communication")[2]) == (verdict == "pays")
 
 
 def test_command_ranks_plans_and_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

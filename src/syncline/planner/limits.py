@@ -272,12 +272,12 @@ def codec_sentence(predictor: StepPredictor, prediction: PredictedStep, codec: s
         raise SpecError(f"{codec}: the planner predicts codecs with allreduce, not with {plan.strategy}")
     without, with_codec = predictor.predict(plan), predictor.predict(replace(plan, codec=codec))
     saved = without.parts["reduction"] - with_codec.parts["reduction"]
-    cost = with_codec.parts["codec"]
+    cost = with_codec.parts["codec"] - without.parts["codec"]  # a measured exchange works without a codec too
     if not math.isfinite(saved):
         raise SpecError(f"{codec}: its exchange cannot be predicted")
     verdict = "pays" if saved > cost else "does not pay"
-    change = "saves" if saved >= 0 else "adds"
+    change, price = "saves" if saved >= 0 else "adds", "costs" if cost >= 0 else "saves"
     return (
         f"compression with {codec} {verdict} here: it {change} {format_duration(abs(saved))} of communication and "
-        f"costs {format_duration(cost)} of computation"
+        f"{price} {format_duration(abs(cost))} of computation"
     )

@@ -23,7 +23,7 @@ def predictor(model: str, cluster: str | Cluster) -> StepPredictor:
 GPT = "gpt(24, 2048, attention='flash')"
 SLOW = replace(read_cluster("1 hosts x 8 v100"), slow={3: 2.0})
 MLP = "mlp([4096, 4096, 4096, 4096])"
-PLANTED = [
+PLANTED: list[tuple[str, str, str | Cluster, TrainingPlan, str]] = [
     ("communication", "vgg(16)", "8 hosts x 1 v100, 1gbit", TrainingPlan(data=8, micro_batch=32), "over the network"),
     (
         "skinny matrix products",

@@ -368,11 +368,11 @@ def test_over_ssh(runs: Runs, tmp_path: Path) -> None:
     with ssh_server(tmp_path / "sshd") as command:
         environ = {"SYNCLINE_SSH": command, "HOROVOD_CACHE_CAPACITY": "7"}
         words = ("horovodrun", "-np", "3", "-H", "localhost:2,alpha:4", "--cycle-time-ms", "3")
-        words += ("--output-filename", "logs", "python")
+        more = ("--output-filename", "logs", "python")
         # Over ssh a worker finds nothing of our environment but what is forwarded_variables.
         script = runs.script("")
         Path(script).write_text(f"import os\nos.environ['HERE'] = {str(runs.folder)!r}\n{PRELUDE}{TELL}")
-        run = runs.run(*words, script, variables=environ)
+        run = runs.run(*words, *more, script, variables=environ)
     assert run.code == 0, run.describe()
     assert [output(runs, f"rank.{rank}")[0] for rank in range(3)] == ["hello []\n"] * 3
     last = told(runs, 2)

@@ -47,7 +47,6 @@ from syncline.bench.step_contenders import (
     ML_COMM,
     NO_CODEC,
     SYNCLINE,
-    WARM_UP_STEPS,
     BenchModel,
     StepContender,
     ranks_agree,
@@ -62,6 +61,10 @@ from syncline.transports.base import LANE_TAGS
 from syncline.world import World, init
 
 __all__ = ["StepPlan", "codec_steps_table", "describe_link", "measure", "measure_link", "step_table"]
+
+
+WARM_UP_STEPS = 6
+"""Steps that do not count: connections, bucket order, kernels and the allocator settle."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from syncline.collectives.channel import Channel
 from syncline.errors import IncompatibleError
 from syncline.reduction import COMPRESSED_COLLECTIVES
 from syncline.strategies import Run, build_strategy
+from syncline.strategies.allreduce import AllReduce
 from syncline.training.distribute import distribute
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "ML_COMM",
     "NO_CODEC",
     "SYNCLINE",
-    "WARM_UP_STEPS",
     "BenchModel",
     "StepContender",
     "contender_algorithm",
@@ -50,8 +50,6 @@ BASELINES = ("ddp", "ddp-fp16", HOROVOD, ML_COMM)
 COMPUTE_ONLY = "alone"
 """The same step on the same busy cores without communication: a lower bound for every codec."""
 MOMENTUM = 0.9
-WARM_UP_STEPS = 6
-"""Steps that do not count: connections, bucket order, kernels and the allocator settle."""
 ENDLESS_STEPS = 1 << 40
 """The number of steps that a wrapper is given which asks for it."""
 USAGE = ("bytes_wire", "codec_seconds", "exposed_seconds")
@@ -80,10 +78,9 @@ class StepContender:
         elif name == ML_COMM:
             import syncline.compat.ml_comm.ml_comm_torch as cdl
 
-            delayed = getattr(build_strategy(options["strategy"]), "delay", 0) > 0
-            cdl.DistributedOptimizer(
-                self.optimizer, ENDLESS_STEPS, warmup=WARM_UP_STEPS / ENDLESS_STEPS if delayed else 1.0, verb=0
-            )
+            strategy = build_strategy(options["strategy"])
+            share = strategy.warmup / ENDLESS_STEPS if isinstance(strategy, AllReduce) and strategy.delay else 1.0
+            cdl.DistributedOptimizer(self.optimizer, ENDLESS_STEPS, warmup=share, verb=0)
         elif name != COMPUTE_ONLY:
             algorithm = contender_algorithm(options["algorithm"], dense=name == NO_CODEC)
             self.run = distribute(model, self.optimizer, codec=codec, **{**options, "algorithm": algorithm})

@@ -165,12 +165,15 @@ class OutputForwarder:
 
     def _copy(self, stream: _Stream, data: bytes) -> None:
         """Write to the copy of a stream. If that fails, for example on a full disk, the run goes on without it."""
+        copy = stream.copy
+        if copy is None:
+            return
         try:
-            while stream.copy is not None and data:
-                data = data[stream.copy.write(data) :]
+            while data:
+                data = data[copy.write(data) :]
         except OSError as error:
-            self._messages.append(f"syncline: {stream.copy.name} is incomplete: {error.strerror}\n".encode())
-            stream.copy.close()
+            self._messages.append(f"syncline: {copy.name} is incomplete: {error.strerror}\n".encode())
+            copy.close()
             stream.copy = None
 
     def _write(self, stream: _Stream, lines: list[bytes]) -> None:

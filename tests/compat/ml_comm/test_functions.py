@@ -150,6 +150,10 @@ def test_finalize_twice_and_calls_after_it() -> None:
 
     on_ranks(case)
     mc.init_mpi()  # a world of its own, which finalize closes
+    mc.init(1, 1, 10)
+    mc.config_team(0, 0, 0, 10, 0, 0)
+    assert [float(mc.gradients([np.full(1, value)], 0)[0][0]) for value in (1.0, 2.0)] == [0, 1]
+    assert mc.check_buffers_match([np.ones(1)]) == 0
     mc.finalize()
     mc.finalize()
     with pytest.raises(WorldError, match="there is no world"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 
-from syncline.compat.ml_comm.team import Team
+from syncline.compat.ml_comm.team import PluginTeam
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.world import World, current_world
 from syncline.world import init as init_world
@@ -26,7 +26,7 @@ class PluginContext:
         """The channel of broadcasts, averages and barriers."""
         self.checks = world.group()
         """The channel of `check_buffers_match`, which scripts may call on some ranks only."""
-        self.teams: list[Team] = []
+        self.teams: list[PluginTeam] = []
         self.optimizers = 0
         """The number of optimizers that were distributed so far."""
 
@@ -34,9 +34,9 @@ class PluginContext:
         """Make the teams of `init`, in the place of those of an earlier call."""
         for team in self.teams:
             team.close()
-        self.teams = [Team(self.world, number, max_elements) for number in range(count)]
+        self.teams = [PluginTeam(self.world, number, max_elements) for number in range(count)]
 
-    def team(self, number: int) -> Team:
+    def team(self, number: int) -> PluginTeam:
         """The team with this number."""
         if not self.teams:
             raise WorldError("ml_comm has no teams yet: call init(threads_per_team, teams, max_elements) first")

@@ -22,7 +22,7 @@ class StepReport:
         self._bytes = self._waited_s = 0.0
         self._stale = 0
         if config.verbosity >= CONFIGURATION:
-            self._say(f"{world.size} ranks, {self._describe()}")
+            self._say(f"{world.size} rank{'s' * (world.size > 1)}, {self._describe()}")
 
     def _describe(self) -> str:
         plan, total = self._plan, self._config.max_steps

@@ -15,10 +15,10 @@ from syncline.compat.ml_comm.schedule import plan_steps
 from syncline.errors import IncompatibleError
 from syncline.world import Pending, World, allreduce
 
-__all__ = ["Team"]
+__all__ = ["PluginTeam"]
 
 
-class Team:
+class PluginTeam:
     """One team of `init(threads, teams, max_elements)`. Every rank is a member of every team.
 
     ```text

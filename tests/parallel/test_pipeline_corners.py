@@ -418,6 +418,24 @@ def test_an_error_of_the_model_is_raised_there_and_named_elsewhere(schedule: str
         assert "micro-batch" in str(found)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_step_leaves_the_random_numbers_of_the_script(schedule: str) -> None:
+    def step(world: World) -> tuple[Tensor, Tensor]:
+        case = MODELS["mlp"]
+        model = case.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.pipeline(model, optimizer, loss_of, stages=case.cuts_into(2), schedule=schedule, microbatches=2)
+        x, y = case.batch(8, 0)
+        before = torch.get_rng_state()
+        run.step(x, y)
+        after = torch.get_rng_state()
+        run.close()
+        return before, after
+
+    for before, after in sl.simulate(step, 2).results:
+        assert torch.equal(before, after)
+
+
 def test_wrong_batches_are_refused_with_their_shapes() -> None:
     def attempt(world: World) -> list[str]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -314,19 +314,25 @@ def _as_profile(
 def _update_rate(optimizers: Sequence[Optimizer], nbytes: float, clock: Callable[[], float]) -> float:
     """Bytes per second of the optimizers' steps, if an update moves `nbytes`. Copies take the steps.
 
-    Gradients are zeros: their values do not change how long a step takes.
+    Gradients are zeros: their values do not change how long a step takes. An optimizer that cannot be timed this way
+    counts as taking no time: its `step` needs a closure or sparse gradients, or its class keeps more than a copy has.
     """
-    copies = copy.deepcopy(list(optimizers))
-    for group in (group for each in copies for group in each.param_groups):
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
     seconds = []
-    for _ in range(1 + MIN_STEPS):
-        begin = clock()
-        for each in copies:
-            each.step()
-        seconds.append(clock() - begin)
+    try:
+        copies = copy.deepcopy(list(optimizers))
+        for group in (group for each in copies for group in each.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+        for _ in range(1 + MIN_STEPS):
+            begin = clock()
+            for each in copies:
+                each.step()
+            seconds.append(clock() - begin)
+    except Exception as error:
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        logger.warning("auto cannot time a step of %s, and counts no time for it: %s", names, error)
+        return UNLIMITED
     least = statistics.median(seconds[1:])
     return nbytes / least if least > 0 else UNLIMITED
 

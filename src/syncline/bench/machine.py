@@ -37,6 +37,7 @@ from syncline.bench import codecs as codec_bench
 from syncline.bench.measuring import over_ranks
 from syncline.codecs import build_codec
 from syncline.errors import SpecError, WorldError
+from syncline.launch.machine import cores
 from syncline.launch.start import Job, run_here
 from syncline.planner.machine import CodecRate, GradientExchange, MachineMeasurement, TimedAllreduce
 from syncline.planner.quantities import format_duration, format_size
@@ -140,7 +141,7 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         together_s=together_s,
         compute_slowdown=beside_s / compute_s,
         codecs=_measure_codecs(world, plan),
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores(),
         compute_contention=contention[0],
         copy_contention=contention[1],
         copy_bytes_per_s=contention[2],

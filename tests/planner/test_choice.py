@@ -89,7 +89,7 @@ def test_without_the_seconds_of_a_step_nothing_changes_training() -> None:
     """Nothing is guessed: what is not known is named, and all-reduce stays."""
     config, _ = choose(f"auto(allow='{LOCAL}')")
     assert config["strategy"] == "allreduce"
-    assert "the seconds of a step are not known" in config["auto"]["reason"]
+    assert "the step time is not known" in config["auto"]["reason"]
     assert "local(period=8)" in config["auto"]["reason"]
     config, _ = choose("auto")
     assert "nothing else is allowed" in config["auto"]["reason"]

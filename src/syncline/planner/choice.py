@@ -128,10 +128,10 @@ def choose_strategy(
         return StrategyChoice.from_json(kept)
     profile = _profile(group, model, auto)
     if profile is None:
-        reason = f"{names[0]}: nothing else is allowed, and the seconds of a step are not known"
+        reason = f"{names[0]}: nothing else is allowed, and the step time is not known"
         if len(candidates) > 1:
             reason = (
-                f"{names[0]}: the seconds of a step are not known, so whether {' or '.join(names[1:])} would be faster "
+                f"{names[0]}: the step time is not known, so whether {' or '.join(names[1:])} would be faster "
                 "is not known either; give step= or profile="
             )
         return StrategyChoice("allreduce", candidates[0].codec, reason, group.size, names)
@@ -151,7 +151,7 @@ def _kept(auto: AutoStrategy, workers: int, names: tuple[str, ...]) -> dict[str,
     try:
         earlier = StrategyChoice.from_json(auto.earlier)
     except SpecError as error:
-        logger.warning("auto chooses anew: %s", error)
+        logger.warning("auto chooses again: %s", error)
         return None
     same = (earlier.workers, earlier.candidates) == (workers, names)
     return replace(earlier, kept=True).as_json() if same else None
@@ -168,11 +168,11 @@ def _fastest(
         place = 0
     best, names = steps[place], tuple(map(str, candidates))
     limit = find_limit(predictor, best)
-    worth_saying = limit.kind == "compute" or limit.gain > INDISTINCT
+    has_limit = limit.kind == "compute" or limit.gain > INDISTINCT
     return StrategyChoice(
         strategy=candidates[place].strategy,
         codec=candidates[place].codec,
-        reason=f"{names[place]}: {_reason(names, steps, place)}" + (f"; {limit.sentence}" if worth_saying else ""),
+        reason=f"{names[place]}: {_reason(names, steps, place)}" + (f"; {limit.sentence}" if has_limit else ""),
         workers=best.plan.ranks,
         candidates=names,
         step_s=best.seconds,
@@ -203,7 +203,7 @@ def _plan(candidate: AutoCandidate, ranks: int, batch: int, optimizer: str) -> T
 
 
 def _profile(group: Group, model: nn.Module, auto: AutoStrategy) -> ModelProfile | None:
-    """The seconds of a step on the slowest rank. None: nothing says them."""
+    """The times of a step on the slowest rank. None: they are not known."""
     if auto.profile is not None:
         from syncline.planner.profile import TrainingProfile
 

@@ -312,7 +312,7 @@ class _Machine(_Source):
 
 
 class _DescribedLab(_Source):
-    """A lab of which only the rate is known. Work of Python and the waking of threads are not in these predictions."""
+    """A lab of which only the rate is known. These predictions leave out the work of Python and thread wake-ups."""
 
     def __init__(self, plan: RacePlan, workload: Workload, bytes_per_s: float) -> None:
         super().__init__(plan, workload)
@@ -321,8 +321,9 @@ class _DescribedLab(_Source):
         self.measured = self.profile = _profile_on_one_thread(workload, plan.batch)
         self.inputs = {
             "computation": describe_computation(self.measured),
-            "network": f"described: {plan.place.detail}. What Python and the waking of threads cost is not known, and "
-            "steps of small models may take twice as long: --machine machine.json of syncline bench machine tells",
+            "network": f"described: {plan.place.detail}. What Python and thread wake-ups cost is not known, and "
+            "steps of small models may take twice as long: measure it with syncline bench machine, and give "
+            "--machine machine.json",
             "interval": MEASURED.source,
         }
 

@@ -14,7 +14,7 @@ aborts all communicators. That ends the kernels that wait. The next call raises 
 
     CPU    receive ─ launch ─ launch ──── loss.item() … returns ── next call: PeerLostError
     GPU    [recv: waits for rank 1 ……………………… aborted]
-    task                      timeout ── blame ── abort
+    task                      timeout ── find the lost rank ── abort
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class NcclChannels(TensorChannels):
             assert self._error is not None, "it is set before the event"
             raise self._error
         if self._aborted:  # torch would make another communicator, and wait for the other rank
-            raise WorldError("this rank has closed or given up the channels between GPUs")
+            raise WorldError("this rank has closed or aborted the channels between GPUs")
 
     def explain(self, peer: int, pending: str, cause: RuntimeError) -> Exception:
         """The error for an operation that could not be launched."""

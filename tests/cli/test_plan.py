@@ -11,6 +11,8 @@ from xml.dom.minidom import parseString
 import pytest
 
 from syncline.cli.main import main
+from syncline.cli.placement import Placement
+from syncline.planner.profile import TrainingProfile
 
 ROOT = Path(__file__).parents[2]
 PROFILE = str(ROOT / "tests" / "parallel" / "data" / "vgg16-profile.json")
@@ -110,6 +112,8 @@ def test_a_profile_with_time_and_cost_to_a_target(capsys: pytest.CaptureFixture[
         (("plan", PROFILE, "--measure", "here"), "neither FLOPs nor memory"),
         (("plan", "--model", "vgg", "--measure", "here"), "--measure needs a profile"),
         (("plan", "nowhere.json", "--cluster", "1 hosts x 8 v100"), "nowhere.json cannot be read"),
+        ((*GPT, "1 hosts x 8 a100", "--html", "/dev/null/plan.html"), "name another folder with --html"),
+        ((*GPT, "1 hosts x 8 a100", "--html", str(ROOT / "tests")), "tests cannot be written (Is a directory)"),
     ],
 )
 def test_impossible_questions_get_a_sentence(
@@ -119,6 +123,13 @@ def test_impossible_questions_get_a_sentence(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_an_interrupted_measurement_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher returns 130 after Ctrl-C, and so does the command."""
+    monkeypatch.setattr(Placement, "run", lambda placement, job: 130)
+    monkeypatch.setattr(TrainingProfile, "read", lambda path: None)
+    assert main(["plan", PROFILE, "--measure", "here"]) == 130
 
 
 def test_options_of_other_tools_get_a_hint(capsys: pytest.CaptureFixture[str]) -> None:

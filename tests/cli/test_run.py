@@ -70,7 +70,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("-n 2 --servers 2 --replicas 2 --restart -1 train.py", SpecError, "--restart -1"),
         ("-n 2 --on-failure restart train.py", IncompatibleError, "--on-failure restart: .* add --elastic"),
         ("-n 2 --folder a train.py", IncompatibleError, "--folder a: only an elastic job has a folder"),
-        ("-n 2 --as hvd train.py", SpecError, "no module 'hvd' to stand in for; did you mean 'horovod'"),
+        ("-n 2 --as hvd train.py", SpecError, "no modules for 'hvd'; did you mean 'horovod'"),
         ("-n 2 --address 203.0.113.7 train.py", SynclineError, "cannot listen at 203.0.113.7"),
     ],
 )

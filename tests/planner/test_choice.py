@@ -89,7 +89,7 @@ def test_without_the_seconds_of_a_step_nothing_changes_training() -> None:
     """Nothing is guessed: what is not known is named, and all-reduce stays."""
     config, _ = choose(f"auto(allow='{LOCAL}')")
     assert config["strategy"] == "allreduce"
-    assert "the seconds of a step are not known" in config["auto"]["reason"]
+    assert "the step time is not known" in config["auto"]["reason"]
     assert "local(period=8)" in config["auto"]["reason"]
     config, _ = choose("auto")
     assert "nothing else is allowed" in config["auto"]["reason"]
@@ -148,6 +148,42 @@ def test_divided_models_are_refused(parallel: str) -> None:
 
     with pytest.raises(IncompatibleError, match="every worker has whole"):
         sl.simulate(run, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("allow", "several", "algorithm", "message"),
+    [(LOCAL, True, "auto", "local takes one optimizer"), (TOPK, False, "ring", "cannot be added")],
+)
+def test_candidates_that_cannot_train_are_refused_before_a_step(
+    allow: str, several: bool, algorithm: str, message: str
+) -> None:
+    """Whether they would be the fastest does not matter: the same call is refused on every network."""
+
+    def run(world: World) -> None:
+        model = make_model()
+        parts = [list(model[0].parameters()), list(model[1:].parameters())] if several else [list(model.parameters())]
+        optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+        strategy = AutoStrategy(allow=allow, step=lambda: pytest.fail("a step was timed"))
+        sl.distribute(model, optimizers, strategy, algorithm=algorithm)
+
+    with pytest.raises(IncompatibleError, match=message):
+        sl.simulate(run, ranks=2, network=FAST)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_an_optimizer_whose_step_cannot_be_timed_counts_as_nothing(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """LBFGS needs a closure, SparseAdam sparse gradients. Both train with `auto` as with the strategy that it takes."""
+
+    def run(world: World) -> str:
+        model = nn.Embedding(8, 64, sparse=kind is torch.optim.SparseAdam)
+        places = torch.arange(4)
+        optimizer = kind(model.parameters())
+        strategy = AutoStrategy(allow=LOCAL, step=lambda: model(places).square().sum().backward())
+        with sl.distribute(model, optimizer, strategy) as found:
+            return str(found.config["auto"]["strategy"])
+
+    assert set(sl.simulate(run, ranks=2, network=SLOW).results) == {LOCAL}
+    assert f"cannot time a step of {kind.__name__}" in caplog.text
 
 
 def test_measuring_leaves_the_model_as_it_is() -> None:

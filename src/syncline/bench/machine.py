@@ -4,7 +4,7 @@ The network model comes from the calibration that `algorithm="auto"` uses, the c
 encode at the same time, as in training. Computing and communicating are timed alone and together, in turn.
 
 Exchanges of gradients are timed as a training step makes them, with `distribute`: hooks, buckets, codec, collective,
-and the waking of threads. A model of square matrices w has the loss Σ g·w, so that g is its gradient; the same step
+and thread wake-ups. A model of square matrices w has the loss Σ g·w, so that g is its gradient; the same step
 without other workers is subtracted::
 
     distributed │ forward │ backward ─ encode ─ send ─ decode │ update │
@@ -37,6 +37,7 @@ from syncline.bench import codecs as codec_bench
 from syncline.bench.measuring import over_ranks
 from syncline.codecs import build_codec
 from syncline.errors import SpecError, WorldError
+from syncline.launch.machine import cores
 from syncline.launch.start import Job, run_here
 from syncline.planner.machine import CodecRate, GradientExchange, MachineMeasurement, TimedAllreduce
 from syncline.planner.quantities import format_duration, format_size
@@ -51,14 +52,14 @@ MATRIX_SIDE = 256
 CALLS_EACH_ROUND = 20
 CODEC_ROUNDS = 3
 SMALL_EXCHANGE_DIVISOR = 64
-"""The small exchange has so many times fewer bytes than the large one."""
+"""The bytes of the large exchange divided by those of the small one."""
 EXCHANGED_TENSORS = 16
 """Tensors of the exchange of several small ones: what a tensor costs beside its bytes."""
 SERVED = "ssp"
 """The strategy with which an exchange by parameter servers is measured."""
 WARM_UP_EXCHANGES = 3
 MORE_MICRO_BATCHES = 16
-"""By so many micro-batches two pipelines differ whose steps are compared."""
+"""The difference in micro-batches between the two pipelines whose steps are compared."""
 COPY_BYTES = 32 << 20
 """Copies of this size do not fit the caches of most processors."""
 PLANNER_CODECS = ("cast('fp16')", "quantize(4)", "topk(0.01)", "topk(0.01)|quantize(4)", "powersgd(2)", "onebit")
@@ -140,7 +141,7 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         together_s=together_s,
         compute_slowdown=beside_s / compute_s,
         codecs=_measure_codecs(world, plan),
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores(),
         compute_contention=contention[0],
         copy_contention=contention[1],
         copy_bytes_per_s=contention[2],

@@ -122,7 +122,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="also write the output of each rank to FOLDER/rank.0/stdout and stderr, …, without its rank in the lines",
     )
-    parser.add_argument("--config-file", metavar="FILE", help="a YAML file with settings; options win over it")
+    parser.add_argument("--config-file", metavar="FILE", help="a YAML file with settings; options take precedence")
     hosts = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="a:2,b:2", help="hosts and their slots; the first are filled first")
     hosts.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same as lines: a slots=2")

@@ -142,6 +142,7 @@ def _measure_and_answer(request: PlanRequest, placement: Placement) -> PlanAnswe
     from syncline.bench.machine import MachinePlan
     from syncline.codecs import build_codec
     from syncline.launch.start import Job
+    from syncline.launch.supervisor import STOPPED
     from syncline.planner.answer import answer_request
     from syncline.planner.profile import TrainingProfile
 
@@ -155,6 +156,8 @@ def _measure_and_answer(request: PlanRequest, placement: Placement) -> PlanAnswe
         out = Path(folder) / "machine.json"
         options = asdict(MachinePlan(out=str(out), codecs=request.codecs))
         code = placement.run(Job(target=("-m", "syncline.bench.machine", json.dumps(options))))
+        if code == STOPPED:
+            raise KeyboardInterrupt
         if code:
             raise WorldError(f"the machine could not be measured: the workers ended with exit code {code}")
         return answer_request(replace(request, machine=out))

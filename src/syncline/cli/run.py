@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="aliases",
         metavar="NAME",
-        help=f"stand in for the modules of another library, which the script imports: {' or '.join(ALIASES)}",
+        help=f"give the script Syncline's modules under the names of another library: {' or '.join(ALIASES)}",
     )
     parser.add_argument("--address", metavar="A", help="this machine's address that the workers can reach")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")

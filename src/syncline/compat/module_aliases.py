@@ -37,12 +37,12 @@ def alias_variables(names: Sequence[str], environ: Mapping[str, str]) -> dict[st
     True
     >>> alias_variables(["hvd"], {})
     Traceback (most recent call last):
-    syncline.errors.SpecError: there is no module 'hvd' to stand in for; did you mean 'horovod'? available: \
+    syncline.errors.SpecError: no modules for 'hvd'; did you mean 'horovod'? available: \
 'horovod', 'ml_comm'
     """
     for name in names:
         if name not in ALIASES:
-            raise SpecError(f"there is no module {name!r} to stand in for; {nearest(name, list(ALIASES), OTHER_NAMES)}")
+            raise SpecError(f"no modules for {name!r}; {nearest(name, list(ALIASES), OTHER_NAMES)}")
     folders = [str(FOLDER / name) for name in dict.fromkeys(names)]
     paths = [*folders, *filter(None, [environ.get("PYTHONPATH", "")])]
     return {"PYTHONPATH": os.pathsep.join(paths)} if folders else {}

@@ -111,7 +111,7 @@ class _Receive:
 
 @dataclass
 class _HostBody:
-    """A body on its way by the transport."""
+    """A body that the transport receives."""
 
     data: Tensor
     handle: Handle

@@ -128,10 +128,10 @@ def choose_strategy(
         return StrategyChoice.from_json(kept)
     profile = _profile(group, model, auto)
     if profile is None:
-        reason = f"{names[0]}: nothing else is allowed, and the seconds of a step are not known"
+        reason = f"{names[0]}: nothing else is allowed, and the step time is not known"
         if len(candidates) > 1:
             reason = (
-                f"{names[0]}: the seconds of a step are not known, so whether {' or '.join(names[1:])} would be faster "
+                f"{names[0]}: the step time is not known, so whether {' or '.join(names[1:])} would be faster "
                 "is not known either; give step= or profile="
             )
         return StrategyChoice("allreduce", candidates[0].codec, reason, group.size, names)
@@ -151,7 +151,7 @@ def _kept(auto: AutoStrategy, workers: int, names: tuple[str, ...]) -> dict[str,
     try:
         earlier = StrategyChoice.from_json(auto.earlier)
     except SpecError as error:
-        logger.warning("auto chooses anew: %s", error)
+        logger.warning("auto chooses again: %s", error)
         return None
     same = (earlier.workers, earlier.candidates) == (workers, names)
     return replace(earlier, kept=True).as_json() if same else None
@@ -168,11 +168,11 @@ def _fastest(
         place = 0
     best, names = steps[place], tuple(map(str, candidates))
     limit = find_limit(predictor, best)
-    worth_saying = limit.kind == "compute" or limit.gain > INDISTINCT
+    has_limit = limit.kind == "compute" or limit.gain > INDISTINCT
     return StrategyChoice(
         strategy=candidates[place].strategy,
         codec=candidates[place].codec,
-        reason=f"{names[place]}: {_reason(names, steps, place)}" + (f"; {limit.sentence}" if worth_saying else ""),
+        reason=f"{names[place]}: {_reason(names, steps, place)}" + (f"; {limit.sentence}" if has_limit else ""),
         workers=best.plan.ranks,
         candidates=names,
         step_s=best.seconds,
@@ -203,7 +203,7 @@ def _plan(candidate: AutoCandidate, ranks: int, batch: int, optimizer: str) -> T
 
 
 def _profile(group: Group, model: nn.Module, auto: AutoStrategy) -> ModelProfile | None:
-    """The seconds of a step on the slowest rank. None: nothing says them."""
+    """The times of a step on the slowest rank. None: they are not known."""
     if auto.profile is not None:
         from syncline.planner.profile import TrainingProfile
 
@@ -314,19 +314,25 @@ def _as_profile(
 def _update_rate(optimizers: Sequence[Optimizer], nbytes: float, clock: Callable[[], float]) -> float:
     """Bytes per second of the optimizers' steps, if an update moves `nbytes`. Copies take the steps.
 
-    Gradients are zeros: their values do not change how long a step takes.
+    Gradients are zeros: their values do not change how long a step takes. An optimizer that cannot be timed this way
+    counts as taking no time: its `step` needs a closure or sparse gradients, or its class keeps more than a copy has.
     """
-    copies = copy.deepcopy(list(optimizers))
-    for group in (group for each in copies for group in each.param_groups):
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
     seconds = []
-    for _ in range(1 + MIN_STEPS):
-        begin = clock()
-        for each in copies:
-            each.step()
-        seconds.append(clock() - begin)
+    try:
+        copies = copy.deepcopy(list(optimizers))
+        for group in (group for each in copies for group in each.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+        for _ in range(1 + MIN_STEPS):
+            begin = clock()
+            for each in copies:
+                each.step()
+            seconds.append(clock() - begin)
+    except Exception as error:
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        logger.warning("auto cannot time a step of %s, and counts no time for it: %s", names, error)
+        return UNLIMITED
     least = statistics.median(seconds[1:])
     return nbytes / least if least > 0 else UNLIMITED
 

@@ -2,7 +2,7 @@
 
     seconds = call + tensors · tensor + bytes · byte + network(bytes)          of one bucket
 
-`call` is Python and the waking of threads, `tensor` the work of each gradient beside its bytes (hooks, copies, the
+`call` is Python and thread wake-ups, `tensor` the work of each gradient beside its bytes (hooks, copies, the
 codec's calls), `byte` the codec's work. `syncline bench machine` times three exchanges of each kind, from which the
 three follow: one small gradient, several of as many bytes together, and a large one.
 """
@@ -65,8 +65,8 @@ class ExchangeCosts:
         return self.machine.cores if self.machine.lab or self.machine.hosts == 1 else 0
 
     @property
-    def crowd(self) -> float:
-        """How many workers there are for each processor, at least 1."""
+    def workers_per_core(self) -> float:
+        """Workers for each processor, at least 1."""
         return max(1.0, self.workers / self.cores) if self.cores else 1.0
 
     @property
@@ -80,7 +80,7 @@ class ExchangeCosts:
         return _shared(self.machine, self.machine.copy_contention, self.workers)
 
     def allreduce_s(self, nbytes: float) -> float:
-        """The engine's own all-reduce: between the measured sizes if there are any for so many workers."""
+        """The engine's own all-reduce: between the measured sizes if they were measured with as many workers."""
         if self.workers == 1 or nbytes <= 0:
             return 0.0
         points = [(each.nbytes, each.seconds) for each in self.machine.allreduces]
@@ -136,8 +136,7 @@ class ExchangeCosts:
         return ExchangeWork(max(0.0, small[2] - tensor_s - byte_s * small[1]), tensor_s, byte_s)
 
     def _call_work_s(self) -> float:
-        """What an all-reduce of one number takes more than on the modelled network: Python and the waking of a
-        thread."""
+        """What an all-reduce of one number takes more than on the modelled network: Python and thread wake-ups."""
         ring = predict("ring", self.machine.workers, 4, self.machine.network.network()).seconds
         return max(0.0, self.machine.call_s - ring)
 

@@ -6,7 +6,7 @@ together     │ ─────────────────────
                                                     ÷ the shorter of the two
 
 Ranks that share processors compute more slowly together than one alone. Of a whole exchange of gradients, Python and
-the waking of threads are a part that is in no model of a network, so exchanges are measured as a training step makes
+thread wake-ups are a part that is in no model of a network, so exchanges are measured as a training step makes
 them.
 """
 

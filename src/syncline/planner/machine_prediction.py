@@ -103,7 +103,7 @@ class MachinePredictor(StepPredictor):
         return MachinePredictor(profile, machine, cluster=cluster, factors=self.factors)
 
     def can_predict(self, plan: TrainingPlan) -> bool:
-        """Whether a step can be predicted: not of pipelines or several micro-batches with workers at their own pace."""
+        """Whether a step can be predicted. Asynchronous strategies cannot, with a pipeline or several micro-batches."""
         return plan.strategy == "allreduce" or (
             plan.pipeline == 1 and (plan.strategy == "local" or plan.micro_batches == 1)
         )

@@ -8,7 +8,7 @@ strategy, codec, workers                                         ┘
 
 - **synchronous**: compute + work of the exchange + what of its network time is left after the backward + update.
   Buckets are those of training; of the time that could be hidden behind the backward, the measured share is.
-- **local(period)**: the exchange once in so many steps.
+- **local(period)**: one exchange every `period` steps.
 - **asynchronous** (ssp, bsp, downpour, easgd, gossip): the strategy's own code in the simulator.
 - **pipeline(stages, microbatches)**: its actions on the processors that the ranks share.
 
@@ -43,7 +43,7 @@ PIPELINE = "pipeline"
 DEFAULT_MICRO_BATCHES = 4
 """Micro-batches for each stage, if the spec does not say: those of `sl.pipeline`."""
 SIMULATED_RANKS = 64
-"""Asynchronous strategies are simulated for up to so many workers."""
+"""The largest number of workers for which asynchronous strategies are simulated."""
 UNKNOWN_FACTORS = (0.9, 1.15)
 """The bounds of the interval, in multiples of the prediction."""
 
@@ -184,11 +184,11 @@ class _Question:
                 found[place] = ready_by_layer[max(inside, key=len)]
         return found
 
-    # Each at its own pace.
+    # Asynchronous strategies.
 
     def _simulated(self) -> dict[str, float]:
         """Compute and optimizer are what they take on a processor of their own; the rest is waiting and exchange."""
-        workers, crowd = self.workers, self.costs.crowd
+        workers, per_core = self.workers, self.costs.workers_per_core
         if workers > SIMULATED_RANKS:
             raise SpecError(
                 f"{self.strategy} has no formula, and it is simulated for up to {SIMULATED_RANKS} workers, not "
@@ -196,10 +196,10 @@ class _Question:
             )
         work = self.costs.work("ssp", "") if self._is_served else self.costs.work("allreduce", "")
         sizes = [each.elements for each in self.profile.memory.parameters]
-        compute_s = self.layers.seconds * self.costs.contention / crowd
-        update_s = self.update_s / crowd
+        compute_s = self.layers.seconds * self.costs.contention / per_core
+        update_s = self.update_s / per_core
         period = int(getattr(build_strategy(self.strategy), "period", 1))
-        own_s = compute_s + update_s + work.seconds(len(sizes), 4 * sum(sizes)) / crowd / period
+        own_s = compute_s + update_s + work.seconds(len(sizes), 4 * sum(sizes)) / per_core / period
         step_s = simulate_step_s(self.strategy, sizes, workers, self.costs.network, own_s, cores=self.costs.cores)
         rest_s = max(0.0, step_s - compute_s - update_s)
         return {"compute": compute_s, "optimizer": update_s, "reduction": rest_s}
@@ -237,8 +237,8 @@ def pipeline_parts(
 ) -> tuple[dict[str, float], tuple[str, ...]]:
     """Seconds by kind of a pipeline's step, and where the model is cut.
 
-    `ranks` divide the layers; if the workers are several times as many, so many equal pipelines compute at the same
-    time, and reduce their gradients afterwards.
+    `ranks` divide the layers; if there are several times as many workers, equal pipelines compute at the same time,
+    and reduce their gradients afterwards.
     """
     if not schedule.flushes:
         raise SpecError(f"{schedule}: only schedules that empty the pipeline are predicted for a machine")
@@ -246,9 +246,9 @@ def pipeline_parts(
     stages = ranks * schedule.stages_per_rank
     cuts = tuple(balanced(layers, stages).cuts) if stages > 1 else ()
     replicas = max(1, costs.workers // ranks)
-    crowd, machine, network = costs.crowd, costs.machine, costs.network
+    per_core, machine, network = costs.workers_per_core, costs.machine, costs.network
     stage_costs = _stage_costs(
-        layers, cuts, costs.contention / crowd, machine.micro_batch_s / crowd / 2, schedule.splits_backward
+        layers, cuts, costs.contention / per_core, machine.micro_batch_s / per_core / 2, schedule.splits_backward
     )
 
     def port_s(nbytes: int) -> float:
@@ -270,7 +270,7 @@ def pipeline_parts(
     parts = {
         "compute": max(busy),
         "bubble": max(0.0, makespan_s - max(busy)),
-        "optimizer": profile.update_s * costs.copy_contention / crowd * share,
+        "optimizer": profile.update_s * costs.copy_contention / per_core * share,
     }
     if replicas > 1:
         team = ExchangeCosts(machine, replicas, network)

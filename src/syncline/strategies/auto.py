@@ -44,7 +44,7 @@ class AutoCandidate:
 class AutoStrategy(Strategy):
     """The planner's choice. `allow` names what may be chosen besides all-reduce: codecs, and local SGD.
 
-    The seconds of a step come from `step`, which computes forward and backward of one batch and is timed, or from
+    The step time comes from `step`, which computes forward and backward of one batch and is timed, or from
     `profile`, a file of `syncline profile`. Without them the choice is all-reduce. `earlier` is the choice of an
     earlier run, from its config.json: it is kept if it was made for the same candidates and as many workers.
 
@@ -75,7 +75,7 @@ class AutoStrategy(Strategy):
         if self.earlier is not None and not isinstance(self.earlier, Mapping):
             raise SpecError(f"auto(earlier={self.earlier!r}): the choice in the config.json of an earlier run")
         if self.step is not None and self.profile is not None:
-            raise SpecError("auto: both step and profile give the seconds of a step; leave one out")
+            raise SpecError("auto: both step and profile give the step time; leave one out")
         self.candidates(None)
 
     @property

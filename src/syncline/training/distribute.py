@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
+from syncline.collectives.compressed import CompressedCollectives
 from syncline.errors import IncompatibleError, SpecError, warn_deprecated
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
 from syncline.strategies import AutoStrategy, Run, RunSettings, Strategy, build_strategy
@@ -139,7 +140,7 @@ def distribute(
         if divisions:
             built.refuse_division()
         group = world.group()
-        built, coder, chosen_by_auto = _choose(group, model, optimizers, built, coder)
+        built, coder, chosen_by_auto = _choose(group, model, optimizers, built, coder, algorithm)
         check_optimizers(model, optimizers, built)
     settings = RunSettings(
         auto=chosen_by_auto,
@@ -187,16 +188,24 @@ def distribute(
 
 
 def _choose(
-    group: Group, model: nn.Module, optimizers: Sequence[Optimizer], auto: AutoStrategy, codec: Codec | None
+    group: Group,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    auto: AutoStrategy,
+    codec: Codec | None,
+    algorithm: str,
 ) -> tuple[Strategy, Codec | None, dict[str, Any]]:
     """The strategy and the codec that the planner chooses, and why. In an elastic job the first team chooses."""
     from syncline.planner.choice import StrategyChoice, choose_strategy
 
-    if codec is not None:
-        auto.check_codec(codec)
-    for candidate in auto.candidates(None if codec is None else repr(codec)):
-        if (other := build_codec(candidate.codec)) is not None:
-            check_optimizer_momentum(other, max(map(momentum_of, optimizers)))
+    for candidate in auto.candidates(None if codec is None else repr(codec)):  # all, before anything is measured
+        strategy = build_strategy(candidate.strategy)
+        coder = codec if codec is not None else build_codec(candidate.codec)
+        CompressedCollectives(algorithm, coder)  # raises if they do not fit
+        check_optimizers(model, optimizers, strategy)
+        if coder is not None:
+            check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
+            strategy.check_codec(coder)
     elastic = group.world.elastic
     if elastic is not None and elastic.joining:
         choice = StrategyChoice.from_json(json.loads(elastic.share_choice("")))

@@ -583,7 +583,7 @@ def _earlier_choice(source: Path | None, world: World) -> dict[str, Any] | None:
         try:
             run = (RunFolder(folder).read("config") or {}).get("run")
         except ProtocolError as error:
-            logger.warning("auto chooses anew: %s", error)
+            logger.warning("auto chooses again: %s", error)
             continue
         if isinstance(run, dict) and isinstance(run.get("auto"), dict):
             return dict(run["auto"])

@@ -14,7 +14,6 @@ Nothing in it comes from a run of the race, so it cannot be tuned afterwards.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from syncline.costs import predict
 from syncline.errors import SpecError, SynclineError
 from syncline.launch.lab import parse_lab
 from syncline.launch.link_rate import parse_rate
+from syncline.launch.machine import cores
 from syncline.parallel.partition import LayerCost, ModelProfile
 from syncline.planner.calibration import MEASURED
 from syncline.planner.cluster import NETWORK_LATENCY_S, STEP_NOISE
@@ -312,17 +312,18 @@ class _Machine(_Source):
 
 
 class _DescribedLab(_Source):
-    """A lab of which only the rate is known. Work of Python and the waking of threads are not in these predictions."""
+    """A lab of which only the rate is known. These predictions leave out the work of Python and thread wake-ups."""
 
     def __init__(self, plan: RacePlan, workload: Workload, bytes_per_s: float) -> None:
         super().__init__(plan, workload)
         self.network = Network(latency=NETWORK_LATENCY_S, bandwidth=bytes_per_s)
-        self.cores = usable_cores()
+        self.cores = cores()
         self.measured = self.profile = _profile_on_one_thread(workload, plan.batch)
         self.inputs = {
             "computation": describe_computation(self.measured),
-            "network": f"described: {plan.place.detail}. What Python and the waking of threads cost is not known, and "
-            "steps of small models may take twice as long: --machine machine.json of syncline bench machine tells",
+            "network": f"described: {plan.place.detail}. What Python and thread wake-ups cost is not known, and "
+            "steps of small models may take twice as long: measure it with syncline bench machine, and give "
+            "--machine machine.json",
             "interval": MEASURED.source,
         }
 
@@ -365,11 +366,6 @@ def describe_computation(profile: TrainingProfile) -> str:
         f"{format_duration(layers.seconds)} for {layers.batch_size} samples on one thread, "
         f"{format_duration(profile.update_s)} an update, {profile.samples_per_s:.4g} samples read a second"
     )
-
-
-def usable_cores() -> int:
-    """The processors of this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _profile_on_one_thread(workload: Workload, batch: int) -> TrainingProfile:

@@ -16,7 +16,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class EntryPrediction:
-    """The predicted step of an entry on so many workers, or why there is none."""
+    """The predicted step of an entry on a number of workers, or why there is none."""
 
     entry: str
     workers: int
@@ -40,7 +40,7 @@ class RacePredictions:
     """The share of the computation that does not depend on the batch, by the profile. None: there was no profile."""
 
     def find(self, entry: str, workers: int) -> EntryPrediction | None:
-        """The prediction of an entry on so many workers."""
+        """The prediction of an entry on this number of workers."""
         return next((each for each in self.entries if (each.entry, each.workers) == (entry, workers)), None)
 
     def as_json(self) -> str:

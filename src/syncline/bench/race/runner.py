@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import traceback
@@ -23,6 +22,7 @@ from syncline.bench.runlog import PLAN, PREDICTIONS, REGISTRY, SYSTEM, read_race
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.launch.lab import Lab
 from syncline.launch.link_rate import parse_rate
+from syncline.launch.machine import cores
 from syncline.launch.process_events import serve_store
 from syncline.launch.start import LOOPBACK, Job, JobExit, hosts_in_lab, local_host, run_logged
 from syncline.specs import Registry
@@ -326,7 +326,7 @@ def expected_seconds(plan: RacePlan, workload: Workload) -> float:
     """Estimated seconds of a race on this machine: from a measured step, and overheads measured on two cores."""
     samples = workload.splits().sizes()["train"]
     a_sample = plan.seconds_a_sample or seconds_a_sample(workload, plan.batch)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = cores()
     total = 0.0
     for run in (*plan.tuning_runs(), *plan.runs()):
         epochs = plan.settings(run).epochs or plan.epochs
@@ -334,5 +334,5 @@ def expected_seconds(plan: RacePlan, workload: Workload) -> float:
         if plan.place.kind == "simulated":
             total += SIMULATED_S + computing + SIMULATED_STEP_S * epochs * samples / plan.batch
         else:
-            total += START_S + (computing + START_CPU_S * run.workers) / min(run.workers, cores)
+            total += START_S + (computing + START_CPU_S * run.workers) / min(run.workers, usable)
     return total

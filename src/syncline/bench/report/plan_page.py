@@ -6,7 +6,6 @@ answer gives the same bytes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from syncline.bench.report.plots import (
     render_figure,
 )
 from syncline.errors import UnsupportedError
+from syncline.parallel.partition.json_files import write_json_text
 from syncline.planner.answer import PlanAnswer
 from syncline.planner.prediction import PARTS, PredictedStep
 from syncline.planner.quantities import format_duration, format_size
@@ -52,11 +52,8 @@ MAX_DRAWN_PLANS = 8
 
 def write_plan_page(path: str | Path, answer: PlanAnswer, top: int, command: str = "") -> None:
     """Write the page. `top` plans are in its tables."""
-    path = Path(path)
-    make_writable(path.parent)
-    part = path.with_name(f".{path.name}")
-    part.write_text(plan_page(answer, top, command), encoding="utf-8")
-    os.replace(part, path)
+    make_writable(Path(path).parent, "--html")
+    write_json_text(path, plan_page(answer, top, command))
 
 
 def plan_page(answer: PlanAnswer, top: int, command: str = "") -> str:

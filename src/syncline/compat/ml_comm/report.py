@@ -33,7 +33,7 @@ class StepReport:
         return f"synchronous for {plan.warmup} steps, then pipelined"
 
     def note_step(self, nbytes: float, waited_s: float) -> None:
-        """A step has sent so many bytes on this rank, and has waited so long for the other ranks."""
+        """Count a step: the bytes that this rank sent, and the seconds that it waited for other ranks."""
         stale = self._plan.is_stale(self.steps)
         self._world.events.point("sl_staleness", int(stale), step=self.steps, of=self._name)
         self.steps += 1

@@ -36,7 +36,7 @@ class PluginTeam:
         self._use(TeamConfig())
 
     def configure(self, config: TeamConfig) -> None:
-        """Start to count steps anew. Every rank calls it; rank 0's values count."""
+        """Set the arguments, and count steps from 0 again. Every rank calls it; rank 0's values count."""
         plan_steps(config.ksteps, config.max_steps)  # a value that is refused is refused before anything is sent
         self._drop_waiting()
         self._use(agree_on(config, f"config_team({self.number}, …)", self.group))

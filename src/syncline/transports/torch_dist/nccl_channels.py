@@ -14,7 +14,7 @@ aborts all communicators. That ends the kernels that wait. The next call raises 
 
     CPU    receive ─ launch ─ launch ──── loss.item() … returns ── next call: PeerLostError
     GPU    [recv: waits for rank 1 ……………………… aborted]
-    task                      timeout ── blame ── abort
+    task                      timeout ── find the lost rank ── abort
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def open_nccl_channels(
     """Open the channels of all pairs; None if NCCL cannot carry their tensors. All ranks call it."""
     if not pairs:
         return None
+    channels: NcclChannels | None = None
     try:
         texts = _exchange(transport, f"{name}/places", json.dumps(_find_place(device)))
         places = [GpuPlace(*json.loads(text)) for text in texts]
         if not any(place.gpu for place in places):
             return None  # the usual case on the CPU
         reason = why_not_nccl(places, transport.members)
-        channels = None
         if not reason:
             channels = NcclChannels(transport, device)
             error = channels.connect(name, pairs)
@@ -108,11 +108,13 @@ def open_nccl_channels(
             failed = [(rank, text) for rank, text in zip(transport.members, made, strict=True) if text]
             reason = f"rank {failed[0][0]} cannot connect to the others: {failed[0][1]}" if failed else ""
     except RuntimeError as error:
+        if channels is not None:
+            channels.abort_and_close()
         raise transport.failure(None, "the other ranks to connect their GPUs", 0.0, error) from error
     if not reason:
         return channels
     if channels is not None:
-        channels.abort()
+        channels.abort_and_close()
     if transport.rank == 0:
         logger.warning("tensors between GPUs travel through the memory of the CPU, not by NCCL: %s", reason)
     return None
@@ -268,7 +270,7 @@ class NcclChannels(TensorChannels):
             assert self._error is not None, "it is set before the event"
             raise self._error
         if self._aborted:  # torch would make another communicator, and wait for the other rank
-            raise WorldError("this rank has closed or given up the channels between GPUs")
+            raise WorldError("this rank has closed or aborted the channels between GPUs")
 
     def explain(self, peer: int, pending: str, cause: RuntimeError) -> Exception:
         """The error for an operation that could not be launched."""
@@ -338,6 +340,11 @@ class NcclChannels(TensorChannels):
         for channel in self._channels.values():
             with suppress(RuntimeError):
                 channel.group.abort()
+
+    def abort_and_close(self) -> None:
+        """End all operations, and the task."""
+        self.abort()
+        self.close()
 
     def close(self) -> None:
         if self._closed.is_set():

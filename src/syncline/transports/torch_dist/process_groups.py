@@ -153,7 +153,7 @@ class ProcessGroupFactory:
         return list(self._devices[self._channels % len(self._devices)])
 
     def make_nccl_pair(self, store: Store, rank: int, device: torch.device) -> Any:
-        """A group of NCCL for messages between two ranks. Their kernels go first. Both ranks call it, and wait here.
+        """A group of NCCL for messages between two ranks. Their kernels have priority. Both ranks call it and wait.
 
         The communicator is made at once: at the first message torch would make it too, and print a warning.
         """
@@ -163,7 +163,7 @@ class ProcessGroupFactory:
         return group
 
     def _make_nccl_group(self, store: Store, rank: int, size: int, priority: bool = False) -> Any:
-        """A group of NCCL. It makes its communicator with the first operation. `priority`: its kernels go first."""
+        """A group of NCCL. It makes its communicator with the first operation. `priority`: that of its kernels."""
         if not dist.is_nccl_available():
             raise UnsupportedError("this PyTorch has no NCCL: move the tensor to the CPU, or name a schedule")
         nccl: Any = dist.ProcessGroupNCCL

@@ -161,7 +161,8 @@ def test_candidates_that_cannot_train_are_refused_before_a_step(
 
     def run(world: World) -> None:
         model = make_model()
-        parts = [list(model[0].parameters()), list(model[1:].parameters())] if several else [list(model.parameters())]
+        every = list(model.parameters())
+        parts = [every[:1], every[1:]] if several else [every]
         optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
         strategy = AutoStrategy(allow=allow, step=lambda: pytest.fail("a step was timed"))
         sl.distribute(model, optimizers, strategy, algorithm=algorithm)

@@ -9,7 +9,7 @@ from syncline.transports import Network
 __all__ = ["UNLIMITED", "describe_network", "measured_device"]
 
 UNLIMITED = 1e30
-"""Bytes, or bytes per second, where there is no limit: computing takes no time on the simulator."""
+"""No limit, of bytes or of bytes per second: computing takes no time on the simulator."""
 
 
 def describe_network(network: Network, ranks: int, hosts: int, device: Device, *, step_noise: float) -> Cluster:

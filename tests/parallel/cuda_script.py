@@ -1,7 +1,7 @@
 """Run on each rank by test_cuda, and by hand on a machine with a GPU: pipelines and divided layers on it.
 
 The ranks may share one GPU. By hand, on two ranks: `syncline run -n 2 -m tests.parallel.cuda_script`. Four ranks
-test pipelines with several workers for each stage only.
+test pipelines with several workers for each stage only. With `lost` as an argument only the loss of a worker is tested.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -272,6 +273,11 @@ def with_killed_worker() -> None:
 def main() -> None:
     if not torch.cuda.is_available():
         print("there is no GPU, so nothing is tested")
+        return
+    if sys.argv[1:] == ["lost"]:
+        with sl.init(transport="torch_dist", timeout=60) as world:
+            share_gpus(world)
+        with_killed_worker()
         return
     with sl.init(transport="torch_dist", timeout=60) as world:
         torch.cuda.set_device(world.device)

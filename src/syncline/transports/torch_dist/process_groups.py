@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -30,10 +30,13 @@ __all__ = ["ChannelGroups", "DefaultGroup", "ProcessGroupFactory", "has_default_
 MAX_DEVICES = 4
 """Largest number of gloo devices of a process. Each has a thread and a listening socket; channels share them."""
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
-NCCL_ERRORS_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""What torch does when an operation of NCCL fails. By default it ends the process, without naming a rank."""
-NCCL_SERIALIZATION_VARIABLE = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-"""Whether torch warns of messages on a communicator that it has made before: they wait for each other there."""
+NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default torch ends the process, without naming a rank
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else a thread of the process's first group sleeps 8 minutes, then kills it
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # else a thread sleeps 75 s, and the end of the group waits for it
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # that messages wait for each other is wanted
+}
+"""What torch does when an operation of NCCL fails. Our own task notices that, and names the lost rank."""
 WATCHDOG_TIMEOUT = timedelta(days=365)
 """After which torch takes an operation of NCCL for failed. Our waits have timeouts, and name the lost rank."""
 SPARE_DESCRIPTORS = 32
@@ -157,8 +160,7 @@ class ProcessGroupFactory:
 
         The communicator is made at once: at the first message torch would make it too, and print a warning.
         """
-        with _variable(NCCL_SERIALIZATION_VARIABLE, "0"):  # another warning; the order of messages is wanted
-            group = self._make_nccl_group(store, rank, 2, priority=True)
+        group = self._make_nccl_group(store, rank, 2, priority=True)
         group.eager_connect_single_device(device)
         return group
 
@@ -170,7 +172,7 @@ class ProcessGroupFactory:
         options = nccl.Options()
         options._timeout = WATCHDOG_TIMEOUT
         options.is_high_priority_stream = priority
-        with _variable(NCCL_ERRORS_VARIABLE, "0"):
+        with _variables(NCCL_VARIABLES):
             return nccl(store, rank, size, options)
 
     def exchange_texts(self, name: str, members: Sequence[int], rank: int, text: str) -> list[str]:
@@ -329,19 +331,20 @@ def _on_loopback() -> Iterator[None]:
     if INTERFACES_VARIABLE in os.environ or not os.path.exists("/sys/class/net/lo"):
         yield
         return
-    with _variable(INTERFACES_VARIABLE, "lo"):
+    with _variables({INTERFACES_VARIABLE: "lo"}):
         yield
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Inside, an environment variable has this value."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside, the environment has these values."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

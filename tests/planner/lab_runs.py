@@ -14,9 +14,12 @@ that errors of the model were looked for in. `run` refuses a set without predict
 from __future__ import annotations
 
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +33,8 @@ from tests.planner.lab_worker import LabPlan
 CODECS = ("topk(0.01)|quantize(4)", "powersgd(2)")
 TOPK, POWERSGD = CODECS
 LOCAL, SSP, PIPELINE = "local(period=16)", "ssp(slack=3)", "pipeline(microbatches=8)"
-BLOCK_S, REPEATS = 4.0, 3
-CHOICE_BLOCK_S = 2.5
+BLOCK_S, REPEATS = 2.0, 3
+CHOICE_BLOCK_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -86,27 +89,62 @@ CHOICE = tuple(
     for lab in ("4@100mbit", "4@1gbit")
     for strategy, codec in CANDIDATES
 )
-DEVELOPMENT = tuple(
-    LabRun("vgg", lab, strategy, codec)
-    for lab in ("4@100mbit", "4@1gbit")
-    for strategy, codec in (*CANDIDATES, (LOCAL, None))
+DEVELOPMENT = (
+    *(
+        LabRun("vgg", lab, strategy, codec)
+        for lab in ("4@100mbit", "4@1gbit")
+        for strategy, codec in (*CANDIDATES, (LOCAL, None))
+    ),
+    *(
+        LabRun("transformer", "4@1gbit", *plan)
+        for plan in (("allreduce", TOPK), ("allreduce", POWERSGD), (LOCAL, None))
+    ),
 )
 SETS = {"twelve": TWELVE, "choice": CHOICE, "development": DEVELOPMENT}
 
 
 def prepare(folder: Path, labs: Sequence[str] = (), models: Sequence[str] = ()) -> None:
     """Profile the models, and measure the machine in each lab."""
-    for name in models or MODELS:
+    for name in models or ([] if labs else MODELS):
         model = MODELS[name]
-        words = ["profile", model.workload, "--optimizer", model.optimizer, "--batch", str(model.batch)]
+        words = ["profile", model.workload, "--optimizer", model.optimizer, "--batch", str(model.batch), "--copies"]
+        words.append(str(len(os.sched_getaffinity(0))))
         _syncline(*words, "--out", str(folder / f"{name}.json"))
-    for lab in labs or sorted({run.lab for runs in SETS.values() for run in runs}):
+    for lab in labs or ([] if models else sorted({run.lab for runs in SETS.values() for run in runs})):
         codecs = ";".join(CODECS)
-        _syncline("bench", "machine", "--lab", lab, "--codecs", codecs, "--out", str(folder / f"machine-{lab}"))
+        _syncline(
+            "bench",
+            "machine",
+            "--lab",
+            lab,
+            "--codecs",
+            codecs,
+            "--rounds",
+            "7",
+            "--out",
+            str(folder / f"machine-{lab}"),
+        )
 
 
-def _syncline(*words: str) -> None:
+def _syncline(*words: str) -> float:
+    """Run a command. Returns the share of the processors that other programs used meanwhile."""
+    busy, own, begin = _busy_s(), _children_s(), time.monotonic()
     subprocess.run([sys.executable, "-m", "syncline", *words], check=True)
+    others = (_busy_s() - busy) - (_children_s() - own)
+    share = max(0.0, others / (time.monotonic() - begin) / len(os.sched_getaffinity(0)))
+    print(f"other programs used {share:.0%} of the processors", flush=True)
+    return share
+
+
+def _busy_s() -> float:
+    """Seconds in which the processors have worked, for anybody."""
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def predictions(folder: Path, runs: Sequence[LabRun]) -> list[RunPrediction]:
@@ -148,7 +186,9 @@ def run(folder: Path, name: str, only: Sequence[str] = ()) -> None:
             "out": str(folder / f"{name}-{model}-{lab}.json"),
         }
         worker = str(Path(__file__).with_name("lab_worker.py"))
-        _syncline("run", "--lab", lab, worker, json.dumps(options))
+        share = _syncline("run", "--lab", lab, worker, json.dumps(options))
+        path = Path(str(options["out"]))
+        path.write_text(json.dumps({"others": share, "rows": json.loads(path.read_text())}, indent=1))
 
 
 def results(folder: Path, name: str) -> list[tuple[LabRun, float, float, tuple[float, float]]]:
@@ -157,7 +197,7 @@ def results(folder: Path, name: str) -> list[tuple[LabRun, float, float, tuple[f
     for row in json.loads((folder / f"{name}-predicted.json").read_text()):
         each = LabRun(row["model"], row["lab"], row["strategy"], row["codec"])
         path = folder / f"{name}-{each.model}-{each.lab}.json"
-        for measured in json.loads(path.read_text()) if path.exists() else []:
+        for measured in json.loads(path.read_text())["rows"] if path.exists() else []:
             if (measured["plan"]["strategy"], measured["plan"]["codec"]) == (each.strategy, each.codec):
                 seconds = measured["step_s"]
                 middle = statistics.median(seconds)

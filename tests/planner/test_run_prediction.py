@@ -154,6 +154,8 @@ def test_profile_of_copies_knows_what_processors_cost_each_other() -> None:
     parts = predict_run(profile, machine).parts
     assert parts["compute"] == pytest.approx(2 * 0.03), "two workers take turns on each processor"
     assert parts["optimizer"] == pytest.approx(2 * 0.003)
+    crowded = predict_run(replace(profile, copies=4), machine).parts
+    assert crowded["compute"] == pytest.approx(0.03), "as many copies as workers"
     alone = predict_run(replace(profile, copies=1), machine).parts
     assert alone["compute"] == pytest.approx(3 * 0.03), "what was measured of the machine counts"
 

@@ -76,14 +76,23 @@ class ExchangeCosts:
     def contention(self) -> float:
         """How many times as long a worker computes as in the profile.
 
-        A profile whose copies kept all processors busy knows what they cost each other, and workers take turns.
+        A profile whose copies kept all processors busy knows what they cost each other.
         """
-        return self.crowd if self._is_crowded else _shared(self.machine, self.machine.compute_contention, self.workers)
+        if self._is_crowded:
+            return self._to_copies
+        return _shared(self.machine, self.machine.compute_contention, self.workers)
 
     @property
     def copy_contention(self) -> float:
         """The same for work that is limited by memory, such as the optimizer's."""
-        return self.crowd if self._is_crowded else _shared(self.machine, self.machine.copy_contention, self.workers)
+        if self._is_crowded:
+            return self._to_copies
+        return _shared(self.machine, self.machine.copy_contention, self.workers)
+
+    @property
+    def _to_copies(self) -> float:
+        """How many times as many workers there are for a processor as there were copies of the profile."""
+        return self.crowd / max(1.0, self._copies / self.cores)
 
     @property
     def _is_crowded(self) -> bool:

@@ -28,6 +28,7 @@ from syncline.parallel.boundary import HEADER_BYTES
 from syncline.parallel.partition import ModelProfile, balanced
 from syncline.parallel.player import StageCost
 from syncline.parallel.schedules import PipelineSchedule, PipelineSetting, build_schedule
+from syncline.planner.calibration import LAB
 from syncline.planner.exchange_costs import ExchangeCosts, shapes_of
 from syncline.planner.machine import MachineMeasurement
 from syncline.planner.profile import TrainingProfile
@@ -44,8 +45,6 @@ DEFAULT_MICRO_BATCHES = 4
 """Micro-batches for each stage, if the spec does not say: those of `sl.pipeline`."""
 SIMULATED_RANKS = 64
 """The largest number of workers for which asynchronous strategies are simulated."""
-UNKNOWN_FACTORS = (0.9, 1.15)
-"""The bounds of the interval, in multiples of the prediction."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class RunPrediction:
     parts: Mapping[str, float]
     cuts: tuple[str, ...] = ()
     """Of a pipeline: the layers with which stages 1, 2, … begin."""
-    factors: tuple[float, float] = field(default=UNKNOWN_FACTORS, compare=False)
+    factors: tuple[float, float] = field(default=LAB.factors, compare=False)
     """The bounds of the 80 % interval in multiples of the prediction."""
 
     @cached_property

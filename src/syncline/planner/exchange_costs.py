@@ -78,24 +78,24 @@ class ExchangeCosts:
 
         A profile whose copies kept all processors busy knows what they cost each other.
         """
-        if self._is_crowded:
+        if self._knows_contention:
             return self._to_copies
         return _shared(self.machine, self.machine.compute_contention, self.workers)
 
     @property
     def copy_contention(self) -> float:
         """The same for work that is limited by memory, such as the optimizer's."""
-        if self._is_crowded:
+        if self._knows_contention:
             return self._to_copies
         return _shared(self.machine, self.machine.copy_contention, self.workers)
 
     @property
     def _to_copies(self) -> float:
         """How many times as many workers there are for a processor as there were copies of the profile."""
-        return self.crowd / max(1.0, self._copies / self.cores)
+        return self.workers_per_core / max(1.0, self._copies / self.cores)
 
     @property
-    def _is_crowded(self) -> bool:
+    def _knows_contention(self) -> bool:
         return self._copies > 1 and self._copies >= min(self.cores, self.workers)
 
     def allreduce_s(self, nbytes: float) -> float:

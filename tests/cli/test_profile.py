@@ -47,6 +47,11 @@ def test_rows_are_sorted_and_cut(folder: Path, capsys: pytest.CaptureFixture[str
         assert lines[-1].endswith("--rows 0 shows all") is rest
 
 
+def test_copies_take_the_same_steps_meanwhile(folder: Path) -> None:
+    assert main(["profile", "digits", "--repeats", "1", "--copies", "2"]) == 0
+    assert TrainingProfile.read(folder / "profile.json").copies == 2
+
+
 def test_optimizers_of_the_option_are_those_that_are_predicted() -> None:
     assert set(OPTIMIZER_NAMES) == set(OPTIMIZERS) == set(MAKE_OPTIMIZER)
 
@@ -59,6 +64,7 @@ def test_optimizers_of_the_option_are_those_that_are_predicted() -> None:
         (["empty.py"], "has no model() and no data() and no loss(model, batch)"),
         (["digits", "--batch", "0"], "batch 0: at least 1"),
         (["digits", "--repeats", "0"], "--repeats 0: at least 1"),
+        (["digits", "--copies", "0"], "--copies 0: at least 1"),
         (["digits", "--rows", "-1"], "--rows -1"),
         (["digits", "--layers", "x"], "names has 'x', which is no module of the model"),
         (["digits", "--out", "no/p.json"], "there is no folder no"),

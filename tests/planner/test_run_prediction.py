@@ -146,3 +146,26 @@ def test_shapes_are_in_the_file_of_a_profile(tmp_path: Path) -> None:
     profile = profile_of([(3, 4)])
     profile.write(tmp_path / "profile.json")
     assert TrainingProfile.read(tmp_path / "profile.json").memory.parameters == profile.memory.parameters
+
+
+def test_profile_of_copies_knows_what_processors_cost_each_other() -> None:
+    machine = machine_of(4, cores=2, lab=True, compute_contention=3.0, copy_contention=3.0)
+    profile = replace(profile_of([LARGE]), copies=2)
+    parts = predict_run(profile, machine).parts
+    assert parts["compute"] == pytest.approx(2 * 0.03), "two workers take turns on each processor"
+    assert parts["optimizer"] == pytest.approx(2 * 0.003)
+    crowded = predict_run(replace(profile, copies=4), machine).parts
+    assert crowded["compute"] == pytest.approx(0.03), "as many copies as workers"
+    alone = predict_run(replace(profile, copies=1), machine).parts
+    assert alone["compute"] == pytest.approx(3 * 0.03), "what was measured of the machine counts"
+
+
+def test_messages_to_one_stage_take_turns() -> None:
+    """The middle stage gets activations from one side and gradients from the other, by one port."""
+    network = replace(machine_of().network, latency=0.0, per_message=0.0, bandwidth=1e6)
+    layers = profile_of([(10,)] * 3)
+    wide = replace(layers.layers, layers=tuple(replace(each, activation_bytes=1e5) for each in layers.layers.layers))
+    profile = replace(layers, layers=wide)
+    step = predict_run(profile, machine_of(3, network=network), strategy="pipeline(microbatches=8)", batch=8)
+    # 8 activations and 8 gradients of 3 samples each arrive at the middle stage.
+    assert step.seconds > 16 * 1e5 * 3 / 8 / 1e6

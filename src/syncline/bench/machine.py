@@ -36,6 +36,7 @@ import syncline
 from syncline.bench import codecs as codec_bench
 from syncline.bench.measuring import over_ranks
 from syncline.codecs import build_codec
+from syncline.costs import calibrate
 from syncline.errors import SpecError, WorldError
 from syncline.launch.machine import cores
 from syncline.launch.start import Job, run_here
@@ -58,6 +59,8 @@ EXCHANGED_TENSORS = 16
 SERVED = "ssp"
 """The strategy with which an exchange by parameter servers is measured."""
 WARM_UP_EXCHANGES = 3
+SMALL_EXCHANGE_ROUNDS = 4
+"""Small exchanges are timed so many times as often: their times vary more, and they take little."""
 MORE_MICRO_BATCHES = 16
 """The difference in micro-batches between the two pipelines whose steps are compared."""
 COPY_BYTES = 32 << 20
@@ -110,7 +113,7 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         raise SpecError("a machine is measured by at least 2 workers, which exchange messages: -n 2")
     for spec in plan.codecs:  # an unknown one is refused before anything takes time
         build_codec(spec)
-    calibration = world.everyone.auto.calibration()
+    calibration = calibrate(world.everyone.channel)  # not a kept one, which may be from a busy minute
     call_s = _median_of_ranks(world, [_timed(_calls(world)) / CALLS_EACH_ROUND for _ in range(plan.rounds)])
     computing, times = _Computation(plan.part_s), _Times()
     nbytes = max(4, int(plan.part_s * calibration.bandwidth))
@@ -126,7 +129,7 @@ def measure_world(world: World, plan: MachinePlan) -> MachineMeasurement:
         times.compute_beside.append(_timed(computing))
         pending.wait()
         times.together.append(perf_counter() - begin)
-    contention = _measure_contention(world, computing, plan.rounds)
+    contention = _measure_contention(world, computing, plan)
     compute_s, allreduce_s, beside_s, together_s = (
         _median_of_ranks(world, each) for each in (times.compute, times.allreduce, times.compute_beside, times.together)
     )
@@ -180,15 +183,23 @@ class _Computation:
             torch.mm(self._matrix, self._matrix)
 
 
-def _measure_contention(world: World, computing: Callable[[], None], rounds: int) -> tuple[float, float, float]:
+def _measure_contention(world: World, computing: Callable[[], None], plan: MachinePlan) -> tuple[float, float, float]:
     """How much longer a computation, and a copy in memory, take on all ranks at once than on rank 0 alone; bytes that
     each rank copies in a second while all do."""
     source = torch.zeros(COPY_BYTES // 4)
     target = torch.empty_like(source)
+    target.copy_(source)
+    each_s = max(1e-6, min(_timed(lambda: target.copy_(source)) for _ in range(3)))
+    count = int(_of_rank_0(world, max(1, round(plan.part_s / each_s))))
+
+    def copying() -> None:
+        for _ in range(count):
+            target.copy_(source)
+
     found = []
-    for work in (computing, lambda: target.copy_(source)):
+    for work in (computing, copying):
         alone, together = [], []
-        for _ in range(rounds):
+        for _ in range(plan.rounds):
             barrier(group=world.everyone)
             if world.rank == 0:
                 alone.append(_timed(work))
@@ -197,7 +208,7 @@ def _measure_contention(world: World, computing: Callable[[], None], rounds: int
         ratio = statistics.median(together) / statistics.median(alone) if alone else 1.0
         # Every rank has the same work, but only rank 0 knows what it takes alone.
         found += [max(1.0, _of_rank_0(world, ratio)), _median_of_ranks(world, together)]
-    return found[0], found[2], COPY_BYTES / found[3]
+    return found[0], found[2], count * COPY_BYTES / found[3]
 
 
 def _of_rank_0(world: World, value: float) -> float:
@@ -210,7 +221,7 @@ def _measure_allreduces(world: World, plan: MachinePlan) -> tuple[TimedAllreduce
     found = []
     for nbytes in _sizes(plan):
         reduce, seconds = partial(allreduce, torch.zeros(nbytes // 4), "sum", group=world.everyone), []
-        for _ in range(1 + plan.rounds):
+        for _ in range(1 + plan.rounds * (1 if nbytes == plan.codec_bytes else SMALL_EXCHANGE_ROUNDS)):
             barrier(group=world.everyone)
             seconds.append(_timed(reduce))
         found.append(TimedAllreduce(nbytes, _median_of_ranks(world, seconds[1:])))
@@ -249,9 +260,10 @@ def _measure_exchanges(world: World, plan: MachinePlan) -> tuple[GradientExchang
     with _without_advice():
         for tensors, nbytes in ((1, small), (EXCHANGED_TENSORS, small), (1, large)):
             model = _Matrices(tensors, nbytes, world.rank)
-            alone = _exchange_s(world, model, None, plan.rounds)
+            rounds = plan.rounds if nbytes == large else SMALL_EXCHANGE_ROUNDS * plan.rounds
+            alone = _exchange_s(world, model, None, rounds)
             for strategy, codec in kinds:
-                whole = _exchange_s(world, model, (strategy, codec), plan.rounds)
+                whole = _exchange_s(world, model, (strategy, codec), rounds)
                 seconds = _median_of_ranks(world, [max(0.0, whole - alone)])
                 found.append(
                     GradientExchange(

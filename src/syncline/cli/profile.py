@@ -15,8 +15,12 @@ read the file too.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +42,10 @@ SORTS = ("time", "memory", "flops", "order")
 OPTIMIZER_NAMES = ("sgd", "momentum", "adam", "adamw")
 DEFAULT_FILE = Path("profile.json")
 DEFAULT_ROWS = 20
+COPY_REPEATS = 50
+"""Copies take so many times as many steps, so that they are busy until this process has measured."""
+MEASURES_LAYERS = "layers: "
+"""The beginning of the text with which a copy says that it takes its steps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +62,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--optimizer", choices=OPTIMIZER_NAMES, help="default: the workload's own")
     what.add_argument("--layers", metavar="NAMES", help="modules that are the layers: features.0,blocks; default: all")
+    what.add_argument(
+        "--copies", type=int, help="processes that take the steps at the same time, as workers on one machine do"
+    )
     what.add_argument("--repeats", type=int, default=20, help="steps for each measured time; default 20")
     show = parser.add_argument_group("what is shown")
     show.add_argument("--sort", choices=SORTS, default=SORTS[0], help="the order of the layers; default: slowest first")
@@ -68,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rows < 0:
         raise SpecError(f"--rows {arguments.rows}: at least 0, for all")
     if arguments.workload.endswith(".json"):
-        for name in ("batch", "batches", "optimizer", "layers", "out"):
+        for name in ("batch", "batches", "optimizer", "layers", "copies", "out"):
             if getattr(arguments, name) is not None:
                 raise IncompatibleError(
                     f"--{name} is for measuring, and {arguments.workload} is a profile to show: leave it out, or name "
@@ -76,12 +87,45 @@ def run(arguments: argparse.Namespace) -> int:
                 )
         profile = TrainingProfile.read(arguments.workload)
     else:
-        profile = _measure(arguments)
+        copies = 1 if arguments.copies is None else arguments.copies
+        if copies < 1:
+            raise SpecError(f"--copies {copies}: at least 1, this process")
+        with _copies(arguments, copies - 1):
+            profile = replace(_measure(arguments), copies=copies)
         out = arguments.out or DEFAULT_FILE
         profile.write(out)
         _say(f"written to {out}")
     print(profile_text(profile, arguments.sort, arguments.rows))
     return 0
+
+
+@contextmanager
+def _copies(arguments: argparse.Namespace, count: int) -> Iterator[None]:
+    """Further processes that measure the same. Their results are dropped, and they end with this process's."""
+    words = [arguments.workload, "--repeats", str(COPY_REPEATS * arguments.repeats)]
+    for name in ("batch", "optimizer", "layers"):
+        if getattr(arguments, name) is not None:
+            words += [f"--{name}", str(getattr(arguments, name))]
+    if arguments.batches is not None:
+        words += ["--batches", ",".join(map(str, arguments.batches))]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "syncline", "profile", *words, "--out"]
+        started = [
+            subprocess.Popen(
+                [*command, str(Path(folder) / f"{number}.json")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+            for number in range(count)
+        ]
+        try:
+            for each in started:
+                assert each.stderr is not None, "it is a pipe"
+                if not any(MEASURES_LAYERS.encode() in line for line in each.stderr):
+                    raise SpecError(f"--copies: a copy ended with exit code {each.wait()} before it measured")
+            yield
+        finally:
+            for each in started:
+                each.kill()
+                each.communicate()
 
 
 def _measure(arguments: argparse.Namespace) -> TrainingProfile:

@@ -51,8 +51,11 @@ class ExchangeCosts:
     0.12
     """
 
-    def __init__(self, machine: MachineMeasurement, workers: int, network: Network | None = None) -> None:
-        self.machine, self.workers = machine, workers
+    def __init__(
+        self, machine: MachineMeasurement, workers: int, network: Network | None = None, *, copies: int = 1
+    ) -> None:
+        """`copies`: processes that took the steps of the profile at the same time."""
+        self.machine, self.workers, self._copies = machine, workers, copies
         self.network = machine.network.network() if network is None else network
         self.as_measured = network is None and workers == machine.workers
         """Whether the measured exchanges were those of as many workers on the same network."""
@@ -71,13 +74,29 @@ class ExchangeCosts:
 
     @property
     def contention(self) -> float:
-        """How many times as long a worker computes as it would alone on the machine."""
+        """How many times as long a worker computes as in the profile.
+
+        A profile whose copies kept all processors busy knows what they cost each other.
+        """
+        if self._knows_contention:
+            return self._to_copies
         return _shared(self.machine, self.machine.compute_contention, self.workers)
 
     @property
     def copy_contention(self) -> float:
         """The same for work that is limited by memory, such as the optimizer's."""
+        if self._knows_contention:
+            return self._to_copies
         return _shared(self.machine, self.machine.copy_contention, self.workers)
+
+    @property
+    def _to_copies(self) -> float:
+        """How many times as many workers there are for a processor as there were copies of the profile."""
+        return self.workers_per_core / max(1.0, self._copies / self.cores)
+
+    @property
+    def _knows_contention(self) -> bool:
+        return self._copies > 1 and self._copies >= min(self.cores, self.workers)
 
     def allreduce_s(self, nbytes: float) -> float:
         """The engine's own all-reduce: between the measured sizes if they were measured with as many workers."""
@@ -91,8 +110,10 @@ class ExchangeCosts:
     def exchange_s(self, codec: str | None, shapes: Sequence[Shape]) -> tuple[float, float]:
         """One bucket of gradients with these shapes: seconds on the network, and of the work beside it."""
         nbytes = 4 * sum(map(math.prod, shapes))
-        work = self.work("allreduce", codec or "").seconds(len(shapes), nbytes)
-        return self.network_s(codec, shapes), work * self.contention / max(1e-9, self.machine.compute_contention)
+        measured = self.machine.compute_contention
+        slower = _shared(self.machine, measured, self.workers) / max(1e-9, measured)
+        work = self.work("allreduce", codec or "").seconds(_encoded(codec, shapes), nbytes)
+        return self.network_s(codec, shapes), work * slower
 
     def network_s(self, codec: str | None, shapes: Sequence[Shape]) -> float:
         """Seconds of one bucket on the network."""
@@ -107,6 +128,12 @@ class ExchangeCosts:
         known = self._collectives.setdefault(codec, CompressedCollectives("auto", built))
         known.choose(built, tuple(sizes), self.workers, lambda: self.network)
         return known.seconds(built, tuple(sizes), self.workers, self.network)
+
+    @staticmethod
+    def is_summed(codec: str) -> bool:
+        """Whether the engine sums what a codec sends."""
+        built = build_codec(codec)
+        return built is not None and built.traits.allreducible
 
     def work(self, strategy: str, codec: str) -> ExchangeWork:
         """The work beside the network, by the measured exchanges. Without them: by the codec's rates alone."""
@@ -158,6 +185,20 @@ def _between(points: Sequence[tuple[float, float]], nbytes: float) -> float:
     raise AssertionError("there are two points")
 
 
+def _encoded(codec: str | None, shapes: Sequence[Shape]) -> int:
+    """How many gradients are encoded. PowerSGD sends what is no matrix as it is."""
+    built = None if codec is None else build_codec(codec)
+    if not isinstance(built, PowerSGD):
+        return len(shapes)
+    return sum(1 for shape in shapes if _rows(built, shape))
+
+
+def _rows(codec: PowerSGD, shape: Shape) -> int:
+    """The rows of a gradient that PowerSGD sends as two factors; 0: it is sent as it is."""
+    numel, rows = math.prod(shape), shape[0] if len(shape) > 1 else 0
+    return 0 if not rows or codec.rank * (rows + numel // rows) >= numel else rows
+
+
 def _summed_bytes(codec: Codec, shapes: Sequence[Shape], machine: MachineMeasurement) -> list[float]:
     """The bytes of each all-reduce of a codec whose payloads add up."""
     if not isinstance(codec, PowerSGD):
@@ -165,10 +206,9 @@ def _summed_bytes(codec: Codec, shapes: Sequence[Shape], machine: MachineMeasure
         return [4 * sum(map(math.prod, shapes)) * (known[0] if known else 1.0)]
     first = second = 0
     for shape in shapes:
-        numel = math.prod(shape)
-        rows = shape[0] if len(shape) > 1 else 0
-        if not rows or codec.rank * (rows + numel // rows) >= numel:
-            first += numel  # unencoded
+        numel, rows = math.prod(shape), _rows(codec, shape)
+        if not rows:
+            first += numel
             continue
         first += codec.rank * rows
         second += codec.rank * (numel // rows)

@@ -118,7 +118,7 @@ class MachinePredictor(StepPredictor):
         if plan.tensor > 1 or plan.strategy == "fsdp":
             raise SpecError(f"{plan}: a measured profile says nothing about divided layers or weights in shards")
         if plan.pipeline > 1:
-            costs = ExchangeCosts(self.machine, plan.ranks)
+            costs = ExchangeCosts(self.machine, plan.ranks, copies=self.profile.copies)
             schedule = plan.schedule if plan.schedule != "interleaved" else f"interleaved(chunks={plan.chunks})"
             found, _ = pipeline_parts(
                 self.profile, costs, build_schedule(schedule), plan.pipeline, plan.micro_batch, plan.micro_batches
@@ -170,7 +170,8 @@ class MachinePredictor(StepPredictor):
     def _reading_s(self, plan: TrainingPlan) -> float:
         """Seconds in which the process of a worker reads its samples before it computes."""
         samples = plan.micro_batch * plan.micro_batches
-        return samples / self.profile.samples_per_s * ExchangeCosts(self.machine, plan.ranks).contention
+        costs = ExchangeCosts(self.machine, plan.ranks, copies=self.profile.copies)
+        return samples / self.profile.samples_per_s * costs.contention
 
     def _update_ratio(self, plan: TrainingPlan) -> float:
         """How many times as many bytes the plan's optimizer moves as the measured one."""

@@ -100,6 +100,8 @@ class TrainingProfile:
     syncline_version: str
     system: str = ""
     cores: int = 1
+    copies: int = 1
+    """Processes that took these steps at the same time."""
 
     @property
     def optimizer(self) -> OptimizerMemory:
@@ -418,6 +420,7 @@ def _as_document(profile: TrainingProfile) -> dict[str, Any]:
         "threads": profile.threads,
         "system": profile.system,
         "cores": profile.cores,
+        "copies": profile.copies,
         "optimizer": profile.optimizer.name,
         "update_s": profile.update_s,
         "optimizer_state_bytes": profile.optimizer.state_bytes,
@@ -475,6 +478,7 @@ def _from_document(layers: ModelProfile, fields: JsonFields) -> TrainingProfile:
         syncline_version=fields.text("syncline"),
         system=fields.text("system", ""),
         cores=fields.whole("cores", least=1),
+        copies=fields.whole("copies", least=1) if "copies" in fields else 1,
     )
 
 

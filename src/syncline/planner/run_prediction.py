@@ -28,6 +28,7 @@ from syncline.parallel.boundary import HEADER_BYTES
 from syncline.parallel.partition import ModelProfile, balanced
 from syncline.parallel.player import StageCost
 from syncline.parallel.schedules import PipelineSchedule, PipelineSetting, build_schedule
+from syncline.planner.calibration import LAB
 from syncline.planner.exchange_costs import ExchangeCosts, shapes_of
 from syncline.planner.machine import MachineMeasurement
 from syncline.planner.profile import TrainingProfile
@@ -44,8 +45,6 @@ DEFAULT_MICRO_BATCHES = 4
 """Micro-batches for each stage, if the spec does not say: those of `sl.pipeline`."""
 SIMULATED_RANKS = 64
 """The largest number of workers for which asynchronous strategies are simulated."""
-UNKNOWN_FACTORS = (0.9, 1.15)
-"""The bounds of the interval, in multiples of the prediction."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class RunPrediction:
     parts: Mapping[str, float]
     cuts: tuple[str, ...] = ()
     """Of a pipeline: the layers with which stages 1, 2, … begin."""
-    factors: tuple[float, float] = field(default=UNKNOWN_FACTORS, compare=False)
+    factors: tuple[float, float] = field(default=LAB.factors, compare=False)
     """The bounds of the 80 % interval in multiples of the prediction."""
 
     @cached_property
@@ -99,7 +98,8 @@ def predict_run(
     size = profile.layers.batch_size if batch is None else batch
     if count < 1 or size < 1:
         raise SpecError(f"workers {count}, batch {size}: both must be at least 1")
-    question = _Question(profile, ExchangeCosts(machine, count, network), strategy, codec, count, size)
+    costs = ExchangeCosts(machine, count, network, copies=profile.copies)
+    question = _Question(profile, costs, strategy, codec, count, size)
     name = parse(strategy)[0].name
     parts, cuts = question.pipeline() if name == PIPELINE else (question.data_parallel(), ())
     if reads_data:
@@ -167,6 +167,10 @@ class _Question:
             begins = max(ready.get(place, backward_s) for place in bucket)
             end = max(end, begins) + network_s
             work_s, total_s = work_s + own_work_s, total_s + network_s
+        # The engine's threads wait beside the backward for the sums of all buckets but the last one.
+        if self.codec is not None and self.costs.is_summed(self.codec):
+            call_s = self.costs.work("allreduce", self.codec).call_s
+            work_s -= self.costs.machine.hidden_share * call_s * (len(self._buckets) - 1)
         hidden_s = total_s - max(0.0, end - backward_s)
         return work_s, total_s - self.costs.machine.hidden_share * hidden_s
 
@@ -273,7 +277,7 @@ def pipeline_parts(
         "optimizer": profile.update_s * costs.copy_contention / per_core * share,
     }
     if replicas > 1:
-        team = ExchangeCosts(machine, replicas, network)
+        team = ExchangeCosts(machine, replicas, network, copies=profile.copies)
         parts["reduction"] = team.allreduce_s(max(nbytes))
     return parts, cuts
 

@@ -143,6 +143,7 @@ class _CorePlayer:
         ]
         self.next = [0] * self.ranks
         self.ports_free_s = [0.0] * self.ranks
+        self.inputs_free_s = [0.0] * self.ranks
         self.arrived: set[tuple[int, str, int, int]] = set()
         """Results that a rank has: rank, kind, stage, micro-batch."""
         self.messages: list[tuple[float, tuple[int, str, int, int]]] = []
@@ -199,6 +200,10 @@ class _CorePlayer:
             if receiver != rank:
                 nbytes = self.costs[min(stage, to)].output_bytes
                 departs = max(self.now, self.ports_free_s[rank])
-                self.ports_free_s[rank] = departs + self.port_s(nbytes)
-                heapq.heappush(self.messages, (departs + self.transfer_s(nbytes), (receiver, *result)))
+                port_s = self.port_s(nbytes)
+                self.ports_free_s[rank] = departs + port_s
+                # The receiver's port takes one message at a time, from either side.
+                begins = max(departs + self.transfer_s(nbytes) - port_s, self.inputs_free_s[receiver])
+                self.inputs_free_s[receiver] = begins + port_s
+                heapq.heappush(self.messages, (begins + port_s, (receiver, *result)))
         self._start(rank)

@@ -250,6 +250,9 @@ def test_a_configuration_file(started: dict[str, Any], caplog: pytest.LogCapture
         "HOROVOD_LOG_LEVEL": "INFO",
     }
     assert caplog.messages == ["without effect here: --autotune, --autotune-warmup-samples"]
+    Path("empty.yaml").write_text("# nothing\n")
+    horovodrun.run(parsed("-np", "2", "--config-file", "empty.yaml", "python", "train.py"))
+    assert started["job"].variables == {}
     Path("mpi.yaml").write_text("controller: MPI\n")
     horovodrun.run(parsed(*["-np", "3", "--config-file", "mpi.yaml", "python", "train.py"]))
     assert started["command"][0] == "mpiexec"
@@ -264,7 +267,7 @@ def test_a_configuration_file(started: dict[str, Any], caplog: pytest.LogCapture
         ("- params", "sections such as params: with keys are needed, not a list"),
         ("params: [1", "job.yaml cannot be read"),
         ("parms: {}", "'parms' is no section; did you mean 'params'"),
-        ("params: 3", "'params' is no section"),
+        ("params: 3", "params: 3: keys with values are needed, such as fusion_threshold_mb: …, cycle_time_ms"),
         ("params: {cycle_time: 3}", "params has no key 'cycle_time'; did you mean 'cycle_time_ms'"),
         ("params: {cycle_time_ms: true}", "params: cycle_time_ms: True: a value is needed"),
         ("timeline: {mark_cycles: 1}", "true or false is needed"),

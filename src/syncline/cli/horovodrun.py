@@ -376,6 +376,8 @@ def config_options(document: Any, path: str) -> list[str]:
     ['--gloo', '--cycle-time-ms=5', '--no-stall-check']
     """
     where = f"--config-file {path}"
+    if document is None:
+        return []  # an empty file
     if not isinstance(document, dict):
         raise SpecError(f"{where}: sections such as params: with keys are needed, not a {type(document).__name__}")
     words = []
@@ -385,13 +387,19 @@ def config_options(document: Any, path: str) -> list[str]:
                 raise SpecError(f"{where}: controller: {keys} is not one of {', '.join(CONTROLLERS)}")
             words.append(f"--{str(keys).lower()}")
             continue
-        if section not in CONFIG or (keys is not None and not isinstance(keys, dict)):
+        if section not in CONFIG:
             raise SpecError(f"{where}: {section!r} is no section; {nearest(str(section), ['controller', *CONFIG])}")
+        if keys is not None and not isinstance(keys, dict):
+            raise SpecError(f"{where}: {section}: {keys!r}: keys with values are needed, such as {_example(section)}")
         for key, value in (keys or {}).items():
             if key not in CONFIG[section]:
                 raise SpecError(f"{where}: {section} has no key {key!r}; {nearest(str(key), list(CONFIG[section]))}")
             words += _config_option(CONFIG[section][key], value, f"{where}: {section}: {key}: {value}")
     return words
+
+
+def _example(section: str) -> str:
+    return ", ".join(f"{key}: …" for key in list(CONFIG[section])[:2])
 
 
 def _config_option(flag: str, value: Any, where: str) -> list[str]:

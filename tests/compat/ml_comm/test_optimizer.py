@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: 
 def by_plugin(world: sl.World, warmup: float, kind: str) -> Tensor:
     cdl.init_mpi()
     model = mlp(seed=cdl.get_rank())
-    optimizer = cdl.DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), STEPS, 1, 2, warmup, 0, 1)
+    optimizer = cdl.DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), np.int64(STEPS), 1, 2, warmup, 0, 1)
     return steps(model, optimizer, world.rank)
 
 

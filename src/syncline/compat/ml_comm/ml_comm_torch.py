@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -48,7 +48,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 def DistributedOptimizer(  # noqa: N802 (the name of the wrapper)
     optimizer: AnyOptimizer,
-    nstep: int,
+    nstep: SupportsIndex,
     nteam: int = 1,
     nthread_per_team: int = 2,
     warmup: float = 0.10,
@@ -72,9 +72,11 @@ def DistributedOptimizer(  # noqa: N802 (the name of the wrapper)
     >>> sl.simulate(train, ranks=2).results
     (0.5, 0.5)
     """
-    if not isinstance(nstep, int) or nstep < 1:
-        raise SpecError(f"DistributedOptimizer(nstep={nstep!r}): the number of steps of the training, at least 1")
-    return distribute_optimizer(optimizer, TeamConfig(0, int(warmup * nstep), nstep, verb, freq))
+    if not isinstance(nstep, SupportsIndex) or (steps := nstep.__index__()) < 1:
+        raise SpecError(
+            f"DistributedOptimizer(nstep={nstep!r}): the number of steps of the training, a whole number, at least 1"
+        )
+    return distribute_optimizer(optimizer, TeamConfig(0, int(warmup * steps), steps, verb, freq))
 
 
 def average(value: Any) -> Any:

@@ -18,6 +18,7 @@ from syncline.testing import Pool
 from tests.strategies.cases import on_gloo
 
 NETWORK = Calibration(1e-5, 1e9, 1e-5, 1e-10, 0.1, 0.1)
+EXCHANGE = {"strategy": "allreduce", "codec": "", "tensors": 1, "nbytes": 64, "seconds": 0.001}
 MACHINE = MachineMeasurement(
     workers=2,
     hosts=1,
@@ -73,6 +74,7 @@ def test_exchanges_by_servers() -> None:
         ("speed", 3, "unknown key 'speed'"),
         ("version", 9, "'version' is 9"),
         ("network", 3, "must be an object"),
+        ("exchanges", [EXCHANGE, EXCHANGE], "'exchanges' has 2 of allreduce, and needs 3"),
     ],
 )
 def test_wrong_files(tmp_path: Path, key: str, value: object, words: str) -> None:

@@ -239,9 +239,10 @@ class Boundary:
         if tensor is not None and nbytes:
             body = _as_sent(tensor.detach(), flags)
             if on_channel:
-                channel.send(as_bytes(body.clone(memory_format=torch.contiguous_format)), place.text)
+                own = body.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+                channel.send(as_bytes(own), place.text)
             else:
-                flat = as_bytes(body.contiguous()).to("cpu", copy=True)
+                flat = as_bytes(body.resolve_conj().resolve_neg().contiguous()).to("cpu", copy=True)
                 handles.append(self._transport.send(flat, to, place.tag, exact=True))
         self._wait_sent(to, place)  # of an earlier step: complete by now
         self._sending[to, place.tag] = _Send(place, handles, frame)

@@ -145,7 +145,7 @@ def choose_strategy(
 
 
 def _kept(auto: AutoStrategy, workers: int, names: tuple[str, ...]) -> dict[str, Any] | None:
-    """The earlier choice, if it was made for the same candidates and as many workers."""
+    """The earlier choice, if it was made for the same candidates and as many workers, and with no less known."""
     if auto.earlier is None:
         return None
     try:
@@ -154,7 +154,8 @@ def _kept(auto: AutoStrategy, workers: int, names: tuple[str, ...]) -> dict[str,
         logger.warning("auto chooses again: %s", error)
         return None
     same = (earlier.workers, earlier.candidates) == (workers, names)
-    return replace(earlier, kept=True).as_json() if same else None
+    knows_more = earlier.step_s is None and (auto.step is not None or auto.profile is not None)
+    return replace(earlier, kept=True).as_json() if same and not knows_more else None
 
 
 def _fastest(
@@ -337,13 +338,13 @@ def _update_rate(optimizers: Sequence[Optimizer], nbytes: float, clock: Callable
     return nbytes / least if least > 0 else UNLIMITED
 
 
-def _call_s(group: Group) -> float:
+def _call_s(group: Group, device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds of an all-reduce of one number: the median on the slowest rank."""
-    number, now, seconds = torch.zeros(1), group.world.runtime.now, []
+    number, seconds = torch.zeros(1, device=device), []
     for _ in range(CALLS):
-        begin = now()
+        begin = clock()
         allreduce(number, "sum", group=group)
-        seconds.append(now() - begin)
+        seconds.append(clock() - begin)
     own = torch.tensor([statistics.median(seconds[1:])], dtype=torch.float64)
     return float(allgather(own, group=group).max())
 
@@ -361,7 +362,8 @@ def _predictor(
     trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
     nbytes = sum(each.nbytes for each in trained.values())
     update_bytes = OPTIMIZERS[_optimizer_name(optimizers[0])].update * nbytes / FLOAT_BYTES
-    device = measured_device(_update_rate(optimizers, update_bytes, _clock_of(model, world.runtime.now)))
+    clock = _clock_of(model, world.runtime.now)
+    device = measured_device(_update_rate(optimizers, update_bytes, clock))
     cluster = describe_network(
         network, group.size, len(set(world.hosts)), device, step_noise=0.0 if exact else STEP_NOISE
     )
@@ -374,7 +376,8 @@ def _predictor(
             rates[each.codec] = (sending / nbytes, working / nbytes)
     shared = len(set(world.hosts)) < group.size or "SYNCLINE_LAB" in world.environ
     factors = (1.0, 1.0) if exact else LAB.factors if shared else MEASURED.factors
-    return _MeasuredPredictor(MeasuredCosts(profile), cluster, rates, _call_s(group), factors)
+    call_s = _call_s(group, next(iter(trained.values())).device, clock)
+    return _MeasuredPredictor(MeasuredCosts(profile), cluster, rates, call_s, factors)
 
 
 class _MeasuredPredictor(StepPredictor):

@@ -102,9 +102,9 @@ class ExchangeCosts:
         """The engine's own all-reduce: between the measured sizes if they were measured with as many workers."""
         if self.workers == 1 or nbytes <= 0:
             return 0.0
-        points = [(each.nbytes, each.seconds) for each in self.machine.allreduces]
-        if self.as_measured and len(points) > 1:
-            return _between([(4, self.machine.call_s), *points], nbytes)
+        points = {4: self.machine.call_s, **{each.nbytes: each.seconds for each in self.machine.allreduces}}
+        if self.as_measured and len(points) > 2:
+            return _between(sorted(points.items()), nbytes)
         return predict("ring", self.workers, math.ceil(nbytes), self.network).seconds + self._call_work_s()
 
     def exchange_s(self, codec: str | None, shapes: Sequence[Shape]) -> tuple[float, float]:
@@ -158,8 +158,8 @@ class ExchangeCosts:
             network_s = here.network_s(codec or None, [(side, side)] * row.tensors)
             left.append((row.tensors, row.nbytes, row.seconds - network_s))
         small, several, large = sorted(left, key=lambda each: (each[1], each[0]))
-        tensor_s = max(0.0, (several[2] - small[2]) / (several[0] - small[0]))
-        byte_s = max(0.0, (large[2] - small[2]) / (large[1] - small[1]))
+        tensor_s = max(0.0, (several[2] - small[2]) / max(1, several[0] - small[0]))
+        byte_s = max(0.0, (large[2] - small[2]) / max(1, large[1] - small[1]))
         return ExchangeWork(max(0.0, small[2] - tensor_s - byte_s * small[1]), tensor_s, byte_s)
 
     def _call_work_s(self) -> float:

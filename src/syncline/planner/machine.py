@@ -13,6 +13,7 @@ them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ __all__ = ["CodecRate", "GradientExchange", "MachineMeasurement", "TimedAllreduc
 
 MACHINE_KIND = "measurement of a machine"
 MACHINE_VERSION = 1
+EXCHANGES_OF_A_KIND = 3
+"""One small gradient, several of as many bytes together, and a large one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +178,13 @@ class MachineMeasurement:
         )
         for each in (fields, network, *codecs, *exchanges, *reduced):
             each.finish()
+        for kind, rows in Counter((each.strategy, each.codec) for each in found.exchanges).items():
+            if rows != EXCHANGES_OF_A_KIND:
+                named = " with ".join(filter(None, kind))
+                raise SpecError(
+                    f"'exchanges' has {rows} of {named}, and needs {EXCHANGES_OF_A_KIND}: measure again with "
+                    "syncline bench machine"
+                )
         return found
 
 

@@ -273,8 +273,8 @@ MEASURED = DeviceCalibration(
 LAB = DeviceCalibration(
     efficiencies=(),
     factors=(0.93, 1.19),
-    rows=42,
-    source="residuals of 42 runs on emulated hosts that share the processors of one machine",
+    rows=54,
+    source="residuals of 54 runs on emulated hosts that share the processors of one machine",
 )
 """For measured profiles on measured machines."""
 

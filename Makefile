@@ -27,8 +27,9 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
+# Three workers for two cores: tests that start processes wait for limits of time.
 unit: $(STAMP) $(OPENMPI)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # The second MPI has a folder of its own: in one environment two of them break each other.
 $(OPENMPI): $(STAMP)

@@ -637,7 +637,7 @@ def test_newcomer_with_another_model_is_refused_and_the_others_go_on(late: bool)
     def train_some(world: World) -> int:
         joins = world.elastic is not None and world.elastic.joining
         world.compute(2.0 if late and not joins else 0.0)
-        model = torch.nn.Linear(3 if joins else 2, 1)
+        model = torch.nn.Linear(2, 3 if joins else 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with sl.distribute(model, optimizer) as run:
             for _ in range(3):

@@ -43,6 +43,9 @@ class StandIn:
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def warms_up(self, place: DataPlace) -> bool:
+        return False
+
     def set_weight(self, weight: float, uneven: bool) -> None:
         self.weight = (weight, uneven)
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 class ParameterModule(nn.Module):
     """A module that holds the parameters of an optimizer, under the names of the script.
 
-    >>> [name for name, _ in ParameterModule({"body.weight": Parameter(torch.ones(1))}).named_parameters()]
+    >>> [name for name, _ in ParameterModule({"body.weight": Parameter()}).named_parameters()]
     ['body.weight']
     """
 

@@ -71,8 +71,8 @@ def read_parallel(parallel: str | DivisionSpec | Sequence[str | DivisionSpec]) -
     Traceback (most recent call last):
     ...
     syncline.errors.SpecError: parallel='pipline(2)': unknown name 'pipline'; did you mean 'pipeline'? available: \
-'adacomm', 'allreduce', 'average', 'bsp', 'diloco', 'downpour', 'easgd', 'ensemble', 'experts', 'gossip', 'hogwild', \
-'local', 'master', 'onesided', 'pipeline', 'spatial', 'ssp', 'tensor', 'weird_trick'
+'adacomm', 'allreduce', 'auto', 'average', 'bsp', 'diloco', 'downpour', 'easgd', 'ensemble', 'experts', 'gossip', \
+'hogwild', 'local', 'master', 'onesided', 'pipeline', 'spatial', 'ssp', 'tensor', 'weird_trick'
     """
     pipelines: list[PipelineSpec] = []
     divisions: list[DivisionSpec] = []

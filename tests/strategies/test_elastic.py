@@ -650,7 +650,9 @@ def test_newcomer_with_another_model_is_refused_and_the_others_go_on(late: bool)
     found = sl.simulate(train_some, ranks=2, elastic=(1, 3), faults=[Join(at=1.0)], return_exceptions=True).results
     assert found[:2] == (2, 2)
     assert isinstance(found[2], IncompatibleError)
-    assert "weight is float32[1, 3] here and float32[1, 2] at the others; a worker joins with" in str(found[2])
+    assert "weight is float32[3, 2] here and float32[1, 2] at the others (1 more differ); a worker joins with" in str(
+        found[2]
+    )
 
 
 def leave_politely(seed: int) -> None:

@@ -14,6 +14,7 @@ Nothing in it comes from a run of the race, so it cannot be tuned afterwards.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -111,7 +112,7 @@ class _NoFormulaError(_CannotPredictError):
     """The planner has no formula for the entry."""
 
 
-class _Source:
+class _Source(ABC):
     """Predicts entries from one kind of description."""
 
     inputs: Mapping[str, Any]
@@ -127,8 +128,9 @@ class _Source:
         except (_CannotPredictError, SpecError) as error:
             return EntryPrediction(entry=run.entry.name, workers=run.workers, why=str(error))
 
+    @abstractmethod
     def _predict(self, run: PlannedRun) -> EntryPrediction:
-        raise NotImplementedError
+        """The same; `_CannotPredictError` or `SpecError` has the reason."""
 
     def training_plan(self, run: PlannedRun, network: Network) -> TrainingPlan:
         """The entry as a plan of the planner."""
